@@ -1,0 +1,34 @@
+"""Measure speculative decoding: compose -> validate -> seed -> build -> run -> report.
+
+python eval.py                                   # the drafter that train.py made, on unseen problems
+python eval.py sampler.K=8 sampler.gamma=8
+python eval.py -m sampler.K=1,4,8                # one merged table, CSV and K-curve
+python eval.py prompt="Why is the sky blue?"     # show the streaks of one answer
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: spinning threads slow small operators
+
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from specdiff2.runtime import build
+from specdiff2.runtime.config_schema import EvalConfig
+from specdiff2.runtime.evaluation import evaluate
+
+CONFIG_DIR = Path(__file__).resolve().parent / "conf"
+
+
+@hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="eval")
+def main(cfg: DictConfig) -> None:
+    config = build.check(cfg, EvalConfig)
+    if build.is_finished(cfg):
+        return
+    evaluate(config, build.begin(config))
+
+
+if __name__ == "__main__":
+    build.run_entry_point(main, CONFIG_DIR)

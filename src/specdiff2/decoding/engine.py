@@ -1,0 +1,229 @@
+"""Speculative decoding of one prompt: propose, build tree, score, accept, commit.
+
+``decode`` is the one loop behind every decoder: without ``drafting`` each round is a tree of the root alone,
+which is autoregressive decoding. It knows no particular verifier, drafter or rule; those come in through
+``protocols``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from specdiff2.decoding.acceptance import check_combination
+from specdiff2.decoding.prompting import Prompt, prompt_ids
+from specdiff2.decoding.stopping import Completion, OnTokens
+from specdiff2.decoding.timing import Stopwatch
+from specdiff2.functional.sampling import logits_to_probs
+from specdiff2.protocols import (
+    AcceptanceRule,
+    Drafter,
+    DrafterSession,
+    RandomSource,
+    Selector,
+    Verifier,
+    VerifierSession,
+)
+from specdiff2.rng import TorchRandomSource
+from specdiff2.tree import TokenTree
+from specdiff2.types import Acceptance, ConfigError, Draft, Generation, RoundRecord, SamplingParams
+
+if TYPE_CHECKING:
+    from specdiff2.models.verifier import HFVerifier
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Who drafts, how much, and which rule decides about it."""
+
+    drafter: Drafter
+    rule: AcceptanceRule
+    selector: Selector | None
+    gamma: int
+    num_drafts: int
+    sampling: SamplingParams
+
+
+def decode(
+    verifier: Verifier,
+    prompt: Sequence[int],
+    *,
+    sampling: SamplingParams,
+    drafting: Drafting | None,
+    max_new_tokens: int,
+    rng: RandomSource,
+    stop_strings: Sequence[str] = (),
+    on_tokens: OnTokens | None = None,
+) -> Generation:
+    """Continue ``prompt`` until EOS, a stop string or ``max_new_tokens``; the text follows the verifier's law.
+
+    ``draft_s`` is the time in the drafter's ``propose``, ``verify_s`` in the verifier's ``score``, ``other_s``
+    everything else of the round. A window is shortened only to what ``max_new_tokens`` leaves room for, which
+    is known before its tokens are drawn; with room for one token no draft is made.
+
+    Raises:
+        ConfigError: see ``Completion`` and ``Verifier.start``.
+    """
+    completion = Completion(
+        max_new_tokens=max_new_tokens,
+        eos_ids=verifier.eos_ids,
+        stop_strings=stop_strings,
+        tokenizer=getattr(verifier, "tokenizer", None),
+        on_tokens=on_tokens,
+    )
+    rounds: list[RoundRecord] = []
+    with torch.no_grad():  # not inference_mode: a drafter in training may keep a tensor it makes in here
+        watch = Stopwatch(getattr(verifier, "device", None))
+        session = verifier.start(prompt, max_new_tokens)
+        drafter = drafting.drafter.start(prompt, drafting.sampling, max_new_tokens) if drafting else None
+        prefill_s = watch.lap()
+        root = prompt[-1]
+        while completion.stop_reason is None:
+            draft = _propose(drafting, drafter, completion.num_left - 1, rng)
+            draft_s = watch.lap()
+            tree = TokenTree.root_only(root) if draft is None else TokenTree.from_chains(root, draft.tokens)
+            other_s = watch.lap()
+            logits = session.score(tree)
+            verify_s = watch.lap()
+            accepted = _accept(drafting, draft, tree, logits_to_probs(logits, sampling), rng)
+            new_tokens = [tree.tokens[node] for node in accepted.path] + [accepted.next_token]
+            record = _record(draft, tree, accepted, num_kept=completion.push(new_tokens))
+            if completion.stop_reason is None:
+                _commit(session, drafter, accepted, new_tokens)
+            root = accepted.next_token
+            record.draft_s, record.verify_s, record.other_s = draft_s, verify_s, other_s + watch.lap()
+            rounds.append(record)
+    decode_s = sum(record.draft_s + record.verify_s + record.other_s for record in rounds)
+    return Generation(completion.tokens, rounds, completion.stop_reason, completion.text(), prefill_s, decode_s)
+
+
+def _propose(
+    drafting: Drafting | None, drafter: DrafterSession | None, num_fitting: int, rng: RandomSource
+) -> Draft | None:
+    """Drafts for at most ``num_fitting`` positions (one token of the room is the verifier's own)."""
+    if drafting is None or drafter is None or num_fitting < 1:
+        return None
+    gamma = min(drafting.gamma, num_fitting)
+    return drafter.propose(gamma, drafting.num_drafts, rng, needs_probs=drafting.rule.reads_draft_probs)
+
+
+def _accept(
+    drafting: Drafting | None,
+    draft: Draft | None,
+    tree: TokenTree,
+    verifier_probs: Float[Tensor, "node vocab"],
+    rng: RandomSource,
+) -> Acceptance:
+    """Let the rule walk the tree, cut down to the selected chain where there is a selector."""
+    if drafting is None or draft is None:
+        return Acceptance([], rng.categorical(verifier_probs[0]))
+    if drafting.selector is not None:
+        tree = tree.select(drafting.selector(tree, verifier_probs))
+    return drafting.rule(tree, verifier_probs, draft.draft_probs, rng)
+
+
+def _record(draft: Draft | None, tree: TokenTree, accepted: Acceptance, num_kept: int) -> RoundRecord:
+    num_drafted = 0 if draft is None else int(draft.tokens.shape[1])
+    num_accepted = len(accepted.path)
+    if num_kept <= num_accepted:  # the output ended inside the draft: no later position was reached
+        num_drafted = num_accepted = num_kept
+    return RoundRecord(num_drafted, num_accepted, num_kept, tree.num_nodes)
+
+
+def _commit(
+    session: VerifierSession, drafter: DrafterSession | None, accepted: Acceptance, new_tokens: list[int]
+) -> None:
+    features = session.features(accepted.path)  # first: the commit ends the life of the tree
+    session.commit(accepted.path, accepted.next_token)
+    if drafter is not None:
+        drafter.observe(new_tokens, features)
+
+
+class SpeculativeDecoder:
+    """Decoding with a drafter; the output follows the verifier's own law."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter,
+        *,
+        rule: AcceptanceRule,
+        selector: Selector | None = None,
+        gamma: int | None = None,
+        num_drafts: int = 1,
+        verifier_sampling: SamplingParams | None = None,
+        draft_sampling: SamplingParams | None = None,
+        name: str = "specdiff2",
+    ) -> None:
+        """
+        Args:
+            gamma: positions drafted in a round; None means the drafter's own.
+            num_drafts: K, drafts of a round.
+            verifier_sampling: the law to follow; None means the verifier's own setting.
+            draft_sampling: the law drafts are drawn from; None means the drafter's untempered law.
+
+        Raises:
+            ConfigError: ``gamma`` outside 1 .. ``drafter.gamma``, or a K that the rule cannot use.
+            NotLosslessError: the combination of rule and selector would change the verifier's law.
+        """
+        gamma = drafter.gamma if gamma is None else gamma
+        if isinstance(gamma, bool) or not isinstance(gamma, int) or not 1 <= gamma <= drafter.gamma:
+            raise ConfigError(f"gamma={gamma!r}: expected an integer from 1 to the drafter's {drafter.gamma}")
+        if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or num_drafts < 1:
+            raise ConfigError(f"num_drafts={num_drafts!r}: expected an integer >= 1")
+        check_combination(rule, selector, num_drafts)
+        self.verifier = verifier
+        self.name = name
+        self.sampling = own_sampling(verifier) if verifier_sampling is None else verifier_sampling
+        self.drafting = Drafting(drafter, rule, selector, gamma, num_drafts, draft_sampling or SamplingParams())
+
+    @classmethod
+    def from_pretrained(
+        cls, verifier: str | HFVerifier, drafter: str | Path | Drafter, **options: Any
+    ) -> SpeculativeDecoder:
+        """A decoder from saved models; ``options``: see ``decoding.loading.load_speculative_decoder``."""
+        from specdiff2.decoding.loading import load_speculative_decoder
+
+        return load_speculative_decoder(verifier, drafter, **options)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        rng: RandomSource | None = None,
+        stop_strings: Sequence[str] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> Generation:
+        """Decode one prompt: token ids, or a text or chat messages for the verifier's tokenizer.
+
+        ``rng`` None means seed 0. See ``decode`` for the rest.
+        """
+        return decode(
+            self.verifier,
+            prompt_ids(self.verifier, prompt),
+            sampling=self.sampling,
+            drafting=self.drafting,
+            max_new_tokens=max_new_tokens,
+            rng=TorchRandomSource(0) if rng is None else rng,
+            stop_strings=stop_strings,
+            on_tokens=on_tokens,
+        )
+
+
+def own_sampling(verifier: Verifier) -> SamplingParams:
+    """The verifier's own sampling setting.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    sampling = getattr(verifier, "sampling", None)
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(f"verifier sampling={sampling!r}: expected SamplingParams; pass them to the decoder")
+    return sampling

@@ -1,0 +1,1 @@
+"""One acceptance rule per module; ``decoding.acceptance`` holds the registry."""

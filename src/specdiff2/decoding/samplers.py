@@ -1,0 +1,71 @@
+"""Named samplers: which acceptance rule goes with which selector. Used by Python, Hydra and transformers alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdiff2.decoding.acceptance import make_rule
+from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.selection import SelfSelection
+from specdiff2.protocols import Drafter, Verifier
+from specdiff2.types import ConfigError, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """``num_drafts`` is the K that is meant when none is given."""
+
+    rule: str
+    self_selection: bool
+    num_drafts: int
+
+
+SAMPLERS = {
+    "specdiff": Sampler("greedy", self_selection=False, num_drafts=1),  # SpecDiff: one draft
+    "specdiff2": Sampler("greedy", self_selection=True, num_drafts=8),  # SpecDiff-2: K drafts, best one verified
+    "tree_match": Sampler("tree_match", self_selection=False, num_drafts=8),
+    "leviathan": Sampler("leviathan", self_selection=False, num_drafts=1),
+    "block": Sampler("block", self_selection=False, num_drafts=1),
+    "specinfer": Sampler("specinfer", self_selection=False, num_drafts=8),
+}
+
+
+def make_decoder(
+    verifier: Verifier,
+    drafter: Drafter,
+    *,
+    sampler: str = "specdiff2",
+    num_drafts: int | None = None,
+    verifier_sampling: SamplingParams | None = None,
+    draft_sampling: SamplingParams | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> SpeculativeDecoder:
+    """A decoder by the name of its sampler.
+
+    ``draft_sampling`` None: one draft of a rule that does not read draft probabilities is the drafter's most
+    probable window (temperature 0); everything else draws from the drafter's untempered law.
+
+    Raises:
+        ConfigError: unknown sampler; see ``SpeculativeDecoder`` for the rest.
+    """
+    if sampler not in SAMPLERS:
+        raise ConfigError(f"sampler={sampler!r}: expected one of {', '.join(SAMPLERS)}")
+    settings = SAMPLERS[sampler]
+    rule = make_rule(settings.rule)
+    num_drafts = settings.num_drafts if num_drafts is None else num_drafts
+    if draft_sampling is None:
+        is_single = num_drafts == 1 and not rule.reads_draft_probs
+        draft_sampling = SamplingParams(temperature=0.0 if is_single else 1.0)
+    return SpeculativeDecoder(
+        verifier,
+        drafter,
+        rule=rule,
+        selector=SelfSelection() if settings.self_selection else None,
+        num_drafts=num_drafts,
+        verifier_sampling=verifier_sampling,
+        draft_sampling=draft_sampling,
+        name=sampler if name is None else name,
+        **options,
+    )

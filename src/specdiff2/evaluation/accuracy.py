@@ -1,0 +1,49 @@
+"""Grading of arithmetic word problems (gsm_symbolic, GSM8K) by their final number.
+
+GSM8K's own convention: the reference ends with ``#### n``; an answer counts when its final number equals
+the reference's. Lossless methods at temperature 0 must score alike: the score is a check as much as a result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from decimal import Decimal, InvalidOperation
+
+from specdiff2.evaluation.records import Record
+
+# a minus after a digit or a closing bracket subtracts, it is no sign
+_NUMBER = re.compile(r"(?:(?<![\d)\]])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last ``####``, else the last number of the text; None without any.
+
+    Thousands separators are dropped and a sentence's full stop is not a decimal point: ``1,234.`` is 1234.
+    """
+    marked = _MARKED.findall(text)
+    candidates = marked or _NUMBER.findall(text)
+    if not candidates:
+        return None
+    try:
+        return Decimal(candidates[-1].replace(",", ""))
+    except InvalidOperation:  # only separators, e.g. "-,"
+        return None
+
+
+def is_correct(text: str, answer: str) -> bool | None:
+    """Whether the final numbers agree in value (``18`` and ``18.00`` do); None when ``answer`` has no number."""
+    expected = final_number(answer)
+    if expected is None:
+        return None
+    return final_number(text) == expected
+
+
+def accuracy(records: Iterable[Record]) -> dict[str, float | int] | None:
+    """``{"graded", "correct", "accuracy"}`` over the records with a numeric reference; None without any."""
+    verdicts = [is_correct(record.text, record.answer) for record in records if record.answer is not None]
+    graded = [verdict for verdict in verdicts if verdict is not None]
+    if not graded:
+        return None
+    return {"graded": len(graded), "correct": sum(graded), "accuracy": sum(graded) / len(graded)}

@@ -1,0 +1,250 @@
+"""Records -> numbers. Pure: reads no model, so every table can be rebuilt without one.
+
+Definitions (all pooled over rounds, then divided; never a mean of means):
+
+    tokens_per_s   generated tokens / decode seconds; prefill apart, nothing after EOS
+    speedup        tokens_per_s / autoregressive tokens_per_s over the prompts both decoded
+    speedup_paper  the paper's protocol: (tokens - 1) / (prefill + decode seconds) per sample, mean over
+                   samples, ratio to the autoregressive mean
+    mean_streak    accepted draft tokens / rounds: the bonus token is NOT in it
+    tau            committed tokens / verifier passes (= rounds): the bonus token IS in it. Slightly below
+                   mean_streak + 1 where the last round of an output was cut and had no bonus token
+    overhead       other seconds / (draft + verify + other)
+
+A quantity without data is None (null), never NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specdiff2.evaluation.accuracy import accuracy
+from specdiff2.evaluation.agreement import lossless_check
+from specdiff2.evaluation.bootstrap import (
+    BootstrapOptions,
+    Interval,
+    ratio_difference_interval,
+    ratio_interval,
+    ratio_of_ratios_interval,
+)
+from specdiff2.evaluation.curves import position_curves
+from specdiff2.evaluation.records import RECORDS_FILE, Record, read_records
+from specdiff2.types import ConfigError, CorruptFileError
+
+Summary = dict[str, Any]
+HEADER_KEYS = ("command", "commit", "machine", "dtype", "threads", "runtime", "seed")
+BASELINE = "autoregressive"
+_DEFAULT = BootstrapOptions()
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """None instead of a division by zero."""
+    return numerator / denominator if denominator else None
+
+
+def summarize(records: Iterable[Record], *, baseline: str = BASELINE, options: BootstrapOptions = _DEFAULT) -> Summary:
+    """Rows and comparisons of every (benchmark, temperature, method), warm-up left out.
+
+    Returns:
+        ``{"rows": [...], "comparisons": [...], "bootstrap": {...}}``, strict-JSON ready. Methods keep the
+        order in which they first appear, which the benchmark makes the order of its ``decoders``.
+
+    Raises:
+        CorruptFileError: a prompt twice under one method, or rounds that do not add up to the tokens.
+    """
+    groups: dict[tuple[str, float], dict[str, list[Record]]] = {}
+    for record in records:
+        if not record.warmup:
+            _check_counts(record)
+            methods = groups.setdefault((record.benchmark, record.temperature), {})
+            methods.setdefault(record.method, []).append(record)
+    rows, comparisons = [], []
+    for methods in groups.values():
+        for name, group in methods.items():
+            _check_unique(name, group)
+            reference = methods.get(baseline) if name != baseline else None
+            rows.append(_row(group, reference, is_baseline=name == baseline, options=options))
+        drafted = [name for name, group in methods.items() if any(r.num_drafted for g in group for r in g.rounds)]
+        comparisons += [
+            streak_difference(methods[first], methods[second], options)
+            for index, second in enumerate(drafted)
+            for first in drafted[:index]
+        ]
+    bootstrap = {"unit": "prompt", "paired": True, **asdict(options)}
+    return {"rows": rows, "comparisons": comparisons, "bootstrap": bootstrap}
+
+
+def _row(
+    group: Sequence[Record], reference: Sequence[Record] | None, *, is_baseline: bool, options: BootstrapOptions
+) -> dict[str, Any]:
+    """All numbers of one method on one benchmark at one temperature."""
+    first = group[0]
+    num_tokens, decode_s = sum(len(r.tokens) for r in group), sum(r.decode_s for r in group)
+    return {
+        "method": first.method,
+        "benchmark": first.benchmark,
+        "temperature": first.temperature,
+        "gamma": first.gamma,
+        "num_drafts": first.num_drafts,
+        "num_prompts": len(group),
+        "num_tokens": num_tokens,
+        "decode_s": decode_s,
+        "prefill_s": sum(r.prefill_s for r in group),
+        "tokens_per_s": ratio(num_tokens, decode_s),
+        **_speedup(group, reference, is_baseline, options),
+        **_streak(group, options),
+        **_stages(group),
+        "stop_reasons": {reason: sum(r.stop_reason == reason for r in group) for reason in ("eos", "stop", "length")},
+        "accuracy": accuracy(group),
+        # at T>0 the law is preserved, not the tokens: comparing them would mean nothing
+        "lossless_check": lossless_check(reference, group) if reference and first.temperature == 0 else None,
+    }
+
+
+def _speedup(
+    group: Sequence[Record], reference: Sequence[Record] | None, is_baseline: bool, options: BootstrapOptions
+) -> dict[str, Any]:
+    """Speed against the baseline over the prompts both decoded; 1 for the baseline itself."""
+    if is_baseline:
+        return {"speedup": 1.0, "speedup_ci": None, "speedup_paper": 1.0, "speedup_paper_ci": None, "num_paired": 0}
+    mine, theirs = paired(group, reference or [])
+    pooled, pooled_base = ([(float(len(r.tokens)), r.decode_s) for r in side] for side in (mine, theirs))
+    paper, paper_base = ([(paper_tokens_per_s(r) or 0.0, 1.0) for r in side] for side in (mine, theirs))
+    return {
+        "speedup": _ratio_of_ratios(pooled, pooled_base),
+        "speedup_ci": _listed(ratio_of_ratios_interval(pooled, pooled_base, options)),
+        "speedup_paper": _ratio_of_ratios(paper, paper_base),
+        "speedup_paper_ci": _listed(ratio_of_ratios_interval(paper, paper_base, options)),
+        "num_paired": len(mine),
+    }
+
+
+def _streak(group: Sequence[Record], options: BootstrapOptions) -> dict[str, Any]:
+    """Streak, tau and both curves."""
+    rounds = [r for record in group for r in record.rounds]
+    accepted, num_rounds = zip(*accepted_and_rounds(group), strict=True)
+    curves = position_curves(rounds, group[0].gamma if any(r.num_drafted for r in rounds) else 0)
+    return {
+        "num_rounds": len(rounds),
+        "mean_streak": ratio(sum(r.num_accepted for r in rounds), len(rounds)),
+        "mean_streak_ci": _listed(ratio_interval(accepted, num_rounds, options)),
+        "tau": ratio(sum(r.num_committed for r in rounds), len(rounds)),
+        "tau_includes_bonus": True,
+        "accept_rate": curves.accept_rate,
+        "survival": curves.survival,
+        "num_reached": curves.num_reached,
+        "mean_nodes": ratio(sum(r.num_nodes for r in rounds), len(rounds)),
+    }
+
+
+def _stages(group: Sequence[Record]) -> dict[str, Any]:
+    """Milliseconds of each stage per round, and the share spent outside both models."""
+    rounds = [r for record in group for r in record.rounds]
+    seconds = {
+        "draft": sum(r.draft_s for r in rounds),
+        "verify": sum(r.verify_s for r in rounds),
+        "other": sum(r.other_s for r in rounds),
+    }
+    stages: dict[str, Any] = {
+        f"{name}_ms": None if not rounds else 1000.0 * total / len(rounds) for name, total in seconds.items()
+    }
+    stages["overhead"] = ratio(seconds["other"], sum(seconds.values()))
+    return stages
+
+
+def paper_tokens_per_s(record: Record) -> float | None:
+    """(tokens - 1) / (prefill + decode seconds): the paper's per-sample speed, in tokens per second."""
+    return ratio(max(len(record.tokens) - 1, 0), record.prefill_s + record.decode_s)
+
+
+def paired(first: Sequence[Record], second: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """The records of the prompts both decoded, in the same order."""
+    other = {record.prompt_id: record for record in second}
+    mine = [record for record in first if record.prompt_id in other]
+    return mine, [other[record.prompt_id] for record in mine]
+
+
+def accepted_and_rounds(records: Iterable[Record]) -> list[tuple[float, float]]:
+    """(accepted draft tokens, rounds) of each prompt."""
+    return [(float(sum(r.num_accepted for r in record.rounds)), float(len(record.rounds))) for record in records]
+
+
+def streak_difference(
+    first: Sequence[Record], second: Sequence[Record], options: BootstrapOptions = _DEFAULT
+) -> dict[str, Any]:
+    """Mean streak of ``second`` minus that of ``first`` over shared prompts, with a paired interval."""
+    left, right = (accepted_and_rounds(side) for side in paired(first, second))
+    means = [ratio(sum(a for a, _ in side), sum(n for _, n in side)) for side in (left, right)]
+    known = means[0] is not None and means[1] is not None
+    return {
+        "benchmark": first[0].benchmark,
+        "temperature": first[0].temperature,
+        "from": first[0].method,
+        "to": second[0].method,
+        "num_paired": len(left),
+        "mean_streak_difference": (means[1] or 0.0) - (means[0] or 0.0) if known else None,
+        "ci": _listed(ratio_difference_interval(right, left, options)),
+    }
+
+
+def write_summary(folder: Path | str, header: dict[str, Any] | None = None, *, baseline: str = BASELINE) -> Summary:
+    """Summarise ``folder/records.jsonl`` into ``folder/summary.json`` (atomic) and return it.
+
+    Args:
+        header: overrides of the provenance fields, which are otherwise read from ``folder/run.json``;
+            a field known to neither is null.
+
+    Raises:
+        ConfigError: no records in the folder.
+    """
+    folder = Path(folder)
+    path = folder / RECORDS_FILE
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: expected the records of a benchmark; run eval.py first")
+    provenance = folder / "run.json"
+    known: dict[str, Any] = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else {}
+    known = {**known, **(header or {})}
+    summary = {key: known.get(key) for key in HEADER_KEYS} | summarize(read_records(path), baseline=baseline)
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Strict JSON, replaced in one step so that a reader never sees half a file."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, allow_nan=False, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _ratio_of_ratios(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float | None:
+    mine, theirs = (ratio(sum(a for a, _ in side), sum(b for _, b in side)) for side in (first, second))
+    return mine / theirs if mine is not None and theirs else None
+
+
+def _listed(interval: Interval | None) -> list[float] | None:
+    return list(interval) if interval else None
+
+
+def _check_unique(method: str, group: Sequence[Record]) -> None:
+    seen: set[str] = set()
+    for record in group:
+        if record.prompt_id in seen:
+            raise CorruptFileError(
+                f"prompt {record.prompt_id!r} appears twice under method {method!r} on {record.benchmark!r}: "
+                "expected one record per prompt; summarise runs of different settings apart"
+            )
+        seen.add(record.prompt_id)
+
+
+def _check_counts(record: Record) -> None:
+    committed = sum(r.num_committed for r in record.rounds)
+    if committed != len(record.tokens):
+        raise CorruptFileError(
+            f"prompt {record.prompt_id!r}, method {record.method!r}: rounds committed {committed} tokens, the output "
+            f"has {len(record.tokens)}: expected equal numbers (nothing after EOS counts); the decoder miscounts"
+        )

@@ -1,0 +1,148 @@
+"""What a report is made from: the files of evaluation and training runs, read and checked.
+
+Reads ``summary.json``, ``records.jsonl`` (samples only), ``divergences.json``, ``run.json`` and
+``metrics.csv``; knows nothing of HTML.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdiff2.evaluation.records import DIVERGENCES_FILE, RECORDS_FILE, Record, read_records
+from specdiff2.types import ConfigError, CorruptFileError
+
+Curve = list[tuple[float, float]]  # (step, value), ascending
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRun:
+    """One folder with a summary."""
+
+    folder: Path
+    summary: dict[str, Any]
+    provenance: dict[str, Any]
+    divergences: dict[str, Any] | None
+    samples: list[Record]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """Curves of one training run; ``stages`` are (name, first step) in order."""
+
+    folder: Path
+    curves: dict[str, Curve]
+    stages: list[tuple[str, int]]
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[EvaluationRun], list[TrainingRun]]:
+    """Sort folders by what they hold; one folder may be both.
+
+    Raises:
+        ConfigError: a folder is missing or holds neither a summary nor training metrics.
+        CorruptFileError: a file in it is not what it claims to be.
+    """
+    evaluations, trainings = [], []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"run folder {folder} does not exist: expected the folder of a finished run")
+        provenance = _read_json(folder / "run.json") or {}
+        summary = _read_json(folder / "summary.json")
+        metrics = find_metrics(folder)
+        if summary is not None:
+            divergences = _read_json(folder / DIVERGENCES_FILE)
+            evaluations.append(EvaluationRun(folder, summary, provenance, divergences, _samples(folder)))
+        if metrics is not None:
+            curves = read_metrics(metrics)
+            trainings.append(TrainingRun(folder, curves, find_stages(provenance.get("config")), provenance))
+        if summary is None and metrics is None:
+            raise ConfigError(
+                f"run folder {folder} has neither summary.json nor metrics.csv: expected an evaluation or a "
+                "training run; run eval.py or train.py first"
+            )
+    return evaluations, trainings
+
+
+def find_metrics(folder: Path) -> Path | None:
+    """``metrics.csv`` of a training run: in the folder itself, or where a CSV logger nests it (the newest one)."""
+    if (folder / "metrics.csv").is_file():
+        return folder / "metrics.csv"
+    nested = sorted(folder.glob("**/metrics.csv"), key=lambda path: (path.stat().st_mtime, str(path)))
+    return nested[-1] if nested else None
+
+
+def read_metrics(path: Path) -> dict[str, Curve]:
+    """Column -> curve over ``step``; empty and non-finite cells are left out.
+
+    Raises:
+        CorruptFileError: there is no ``step`` column.
+    """
+    curves: dict[str, dict[float, float]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if "step" not in (reader.fieldnames or ()):
+            raise CorruptFileError(f"{path} has no column 'step': expected training metrics by step")
+        for row in reader:
+            step = _number(row.pop("step", None))
+            for name, cell in row.items():
+                value = _number(cell) if isinstance(name, str) else None
+                if step is not None and value is not None:
+                    curves.setdefault(name, {})[step] = value  # a resumed run repeats steps: the last one counts
+    return {name: sorted(points.items()) for name, points in curves.items()}
+
+
+def find_stages(config: Any) -> list[tuple[str, int]]:
+    """Objective stages of a resolved training configuration: any list ``stages`` of entries with ``steps``."""
+    for stages in _stage_lists(config):
+        found, start = [], 0
+        for index, stage in enumerate(stages):
+            objective = stage.get("objective")
+            kind = objective.get("name") or objective.get("_target_") if isinstance(objective, dict) else objective
+            name = stage.get("name") or str(kind or f"stage {index + 1}").rsplit(".", 1)[-1]
+            found.append((str(name), start))
+            start += int(stage.get("steps") or 0)
+        return found
+    return []
+
+
+def _stage_lists(node: Any) -> Iterator[list[dict[str, Any]]]:
+    if isinstance(node, dict):
+        stages = node.get("stages")
+        if isinstance(stages, list) and stages and all(isinstance(s, dict) and "steps" in s for s in stages[:-1]):
+            yield stages
+        for child in node.values():
+            yield from _stage_lists(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _stage_lists(child)
+
+
+def _samples(folder: Path) -> list[Record]:
+    path = folder / RECORDS_FILE
+    return [record for record in read_records(path) if record.pieces and not record.warmup] if path.exists() else []
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptFileError(f"{path} is not JSON ({error}): expected a run's file; write it again") from error
+    if not isinstance(value, dict):
+        raise CorruptFileError(f"{path} holds {type(value).__name__}: expected an object")
+    return value
+
+
+def _number(cell: str | None) -> float | None:
+    try:
+        value = float(cell) if cell else math.nan
+    except ValueError:  # a text column
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,101 @@
+"""The printed result: aligned plain text for the terminal, Markdown for a README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+DASH = "-"
+TIMES = "\N{MULTIPLICATION SIGN}"
+_FOOTER = "mean streak: draft tokens accepted per round, bonus token excluded; tau: tokens per verifier pass, included"
+_LABELS = {
+    "autoregressive": "Autoregressive",
+    "specdiff": "SpecDiff",
+    "specdiff2": "SpecDiff-2",
+    "tree_match": "Tree match",
+    "leviathan": "Leviathan",
+    "block": "Block verification",
+    "specinfer": "SpecInfer",
+}
+COLUMNS = ("method", "K", "tokens/s", "speed-up", "95% CI", "mean streak", "tau", "draft ms", "verify ms", "other ms")
+
+
+def method_label(method: str) -> str:
+    """How a method is called in tables and plots; unknown names stay as they are."""
+    return _LABELS.get(method, method)
+
+
+def number(value: float | None, digits: int, unit: str = "") -> str:
+    """Fixed digits, or a dash for an unknown value."""
+    return DASH if value is None else f"{value:.{digits}f}{unit}"
+
+
+def interval(values: Sequence[float] | None, digits: int = 2) -> str:
+    """``[low, high]``, or a dash."""
+    return DASH if values is None else f"[{values[0]:.{digits}f}, {values[1]:.{digits}f}]"
+
+
+def row_cells(row: dict[str, Any]) -> list[str]:
+    """One row of a summary as text, in the order of ``COLUMNS``."""
+    return [
+        method_label(row["method"]),
+        str(row["num_drafts"]) if row.get("num_drafts") else DASH,
+        number(row["tokens_per_s"], 1),
+        number(row["speedup"], 2, "x"),
+        interval(row["speedup_ci"]),
+        number(row["mean_streak"], 2),
+        number(row["tau"], 2),
+        number(row["draft_ms"], 1),
+        number(row["verify_ms"], 1),
+        number(row["other_ms"], 1),
+    ]
+
+
+def group_title(row: dict[str, Any]) -> str:
+    """What one table is about: benchmark, temperature and prompts."""
+    return f"{row['benchmark']}, temperature {row['temperature']:g}, {row['num_prompts']} prompts"
+
+
+def grouped(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows of one (benchmark, temperature) together, order kept."""
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["benchmark"], row["temperature"]), []).append(row)
+    return list(groups.values())
+
+
+def lossless_note(rows: Sequence[dict[str, Any]]) -> str:
+    """One sentence on the token comparison at temperature 0; empty at T>0."""
+    checks = [row["lossless_check"] for row in rows if row.get("lossless_check")]
+    if not checks:
+        return ""
+    checked, identical = sum(c["checked"] for c in checks), sum(c["identical"] for c in checks)
+    return f"lossless check at T=0: {identical} of {checked} outputs equal the autoregressive tokens exactly"
+
+
+def plain_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Aligned text, one table per (benchmark, temperature); the last line never ends with a line break."""
+    blocks = []
+    for group in grouped(rows):
+        cells = [list(COLUMNS)] + [row_cells(row) for row in group]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+        lines = ["  ".join(_align(i, cell, widths[i]) for i, cell in enumerate(line)).rstrip() for line in cells]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        note = lossless_note(group)
+        blocks.append("\n".join([group_title(group[0]), *lines] + ([note] if note else [])))
+    return "\n\n".join([*blocks, _FOOTER]) if blocks else "no measured prompts"
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The same tables in Markdown."""
+    blocks = []
+    for group in grouped(rows):
+        rule = "|" + "|".join([" --- "] + [" ---: "] * (len(COLUMNS) - 1)) + "|"
+        lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+                 for cells in [list(COLUMNS)] + [row_cells(row) for row in group]]  # fmt: skip
+        blocks.append("\n".join([f"**{group_title(group[0])}**", "", lines[0], rule, *lines[1:]]))
+    return "\n\n".join(blocks)
+
+
+def _align(column: int, cell: str, width: int) -> str:
+    return cell.ljust(width) if column == 0 else cell.rjust(width)

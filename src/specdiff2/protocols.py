@@ -1,0 +1,178 @@
+"""The seams of SpecDiff-2: what a verifier, a drafter, a rule and a decoder must offer.
+
+Only signatures; every implementation can be replaced by a small table in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specdiff2.tree import TokenTree
+from specdiff2.types import (
+    Acceptance,
+    Draft,
+    Generation,
+    ObjectiveOutput,
+    SamplingParams,
+    WindowBatch,
+)
+
+
+class RandomSource(Protocol):
+    """All randomness of decoding. Replaced by an enumerator in the exact tests."""
+
+    def bernoulli(self, prob: float) -> bool:
+        """True with probability ``prob``: strict ``u < prob``, so probability 0 is never accepted."""
+        ...
+
+    def categorical(self, probs: Float[Tensor, " vocab"]) -> int:
+        """One index drawn from ``probs`` (float32 or wider; need not be normalised; sum > 0)."""
+        ...
+
+    def chains(self, probs: Float[Tensor, "gamma draft_vocab"], num_chains: int) -> Int[Tensor, "K gamma"]:
+        """``num_chains`` independent draws from each row."""
+        ...
+
+
+class VerifierSession(Protocol):
+    """One prompt being decoded. Every token but the last committed one is in the KV cache."""
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens committed so far, prompt included."""
+        ...
+
+    def score(self, tree: TokenTree) -> Float[Tensor, "node vocab"]:
+        """Logits after each node of the tree, in ONE forward pass. Node 0 is the last committed token."""
+        ...
+
+    def commit(self, path: Sequence[int], next_token: int) -> None:
+        """Keep the keys and values of the root and of ``path``; ``next_token`` becomes the next root."""
+        ...
+
+    def features(self, path: Sequence[int]) -> Float[Tensor, "token hidden"] | None:
+        """Hidden states of the root and of ``path`` from the latest ``score``; None when not asked for."""
+        ...
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """The frozen autoregressive target model P."""
+
+    vocab_size: int  # real tokens; padded rows of the head are sliced off
+    eos_ids: frozenset[int]
+    max_length: int
+
+    def start(self, prompt: Sequence[int], max_new_tokens: int) -> VerifierSession:
+        """Prefill ``prompt`` (at least one id).
+
+        Raises:
+            ConfigError: empty prompt, an id outside the vocabulary, or prompt + max_new_tokens
+                beyond the context.
+        """
+        ...
+
+
+class DrafterSession(Protocol):
+    """The drafter's view of one prompt being decoded."""
+
+    def propose(
+        self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool
+    ) -> Draft:
+        """Draw drafts for the ``gamma`` positions after the committed tokens."""
+        ...
+
+    def observe(self, tokens: Sequence[int], features: Float[Tensor, "token hidden"] | None = None) -> None:
+        """Newly committed tokens (accepted ones and the verifier's own)."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """The draft model Q. ``forward`` serves training, ``start`` decoding."""
+
+    gamma: int
+
+    def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> DrafterSession:
+        ...
+
+
+class AcceptanceRule(Protocol):
+    """Decides which path of a tree the verifier keeps, and the token after it."""
+
+    name: str
+    is_lossless: bool
+    reads_draft_probs: bool  # True: needs tokens really drawn from draft_probs, so selection would bias it
+    walks_tree: bool  # True: uses every chain of the tree; False: needs exactly one chain (K=1 or selection)
+
+    def __call__(
+        self,
+        tree: TokenTree,
+        verifier_probs: Float[Tensor, "node vocab"],
+        draft_probs: Float[Tensor, "gamma vocab"] | None,
+        rng: RandomSource,
+    ) -> Acceptance: ...
+
+
+class Selector(Protocol):
+    """Chooses one chain by verifier probabilities, never seeing the verifier's random bits."""
+
+    name: str
+
+    def __call__(self, tree: TokenTree, verifier_probs: Float[Tensor, "node vocab"]) -> int:
+        """Index of the chosen chain, 0 .. K-1."""
+        ...
+
+
+class Decoder(Protocol):
+    """Speculative and autoregressive decoding alike."""
+
+    name: str
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        rng: RandomSource,
+        stop_strings: Sequence[str] = (),
+        on_tokens: Callable[[list[int], str], None] | None = None,
+    ) -> Generation:
+        """Decode one prompt; ``on_tokens`` streams (new ids, new text) after each round."""
+        ...
+
+
+class Objective(Protocol):
+    """A pure training loss over windows: no model, no logging."""
+
+    name: str
+    needs_verifier_probs: bool
+    masking: str  # "full": all gamma positions masked; "random": a random part is revealed (mdm)
+
+    def __call__(
+        self,
+        logits: Float[Tensor, "window gamma draft_vocab"],
+        targets: Int[Tensor, "window gamma"],
+        valid: Tensor,
+        verifier_probs: Float[Tensor, "window gamma draft_vocab"] | None = None,
+    ) -> ObjectiveOutput:
+        """``targets`` are draft-vocabulary indices, -1 where the teacher's token is not draftable
+        (q = 0 there); ``valid`` bool [window, gamma]: a target exists and is masked."""
+        ...
+
+
+class TrainableDrafter(Protocol):
+    """What the training module needs of a drafter besides being an ``nn.Module``."""
+
+    gamma: int
+    draft_vocab_ids: Int[Tensor, " draft_vocab"]
+
+    def forward(self, batch: WindowBatch) -> Float[Tensor, "window gamma draft_vocab"]: ...
+
+    def to_draft_vocab(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Verifier ids -> draft-vocabulary indices, -1 where not draftable."""
+        ...

@@ -1,0 +1,263 @@
+"""Validation of a composed configuration before any model loads.
+
+Constructor signatures are the schema: a mapping with ``_target_`` is checked against
+``inspect.signature`` of what it names, the top level and the plain sections against the dataclasses
+below. Knows nothing of Hydra: it gets a plain, resolved dictionary.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specdiff2.types import ConfigError
+
+Node = Mapping[str, Any]
+HYDRA_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_", "_args_"})
+
+# smallest allowed value by the last part of a key, wherever it stands
+MINIMUM: dict[str, float] = {
+    "gamma": 1, "K": 1, "num_drafts": 1, "max_steps": 1, "num_prompts": 1, "batch_size": 1, "max_new_tokens": 1,
+    "num_layers": 1, "denoising_steps": 1, "windows_per_rollout": 1, "samples_per_prompt": 1, "num_warmup": 0,
+    "seed": 0, "threads": 1, "temperature": 0.0, "top_k": 0, "lr": 0.0, "weight_decay": 0.0, "warmup_steps": 0,
+    "warmup_share": 0.0, "every_n_steps": 1, "accumulate_grad_batches": 1, "limit": 1, "draft_vocab_size": 1,
+}  # fmt: skip
+
+
+@dataclass
+class Paths:
+    """Section ``paths``: where everything is read and written."""
+
+    root: str
+    run: str
+    outputs: str
+    cache: str
+    rollouts: str
+    drafters: str
+
+
+@dataclass
+class DataSection:
+    """Section ``data``: prompts, rollouts sampled from them, and the windows cut out of those."""
+
+    name: str
+    folder: str | None
+    train_prompts: Node
+    val_prompts: Node
+    rollouts: Node
+    module: Node
+    draft_vocab_size: int | None
+    online: bool
+    refresh_every_n_steps: int
+    online_rollouts: Node
+
+
+@dataclass
+class TrainConfig:
+    """Top level of ``conf/train.yaml``."""
+
+    verifier: Node
+    model: Node
+    data: DataSection
+    objective: Node
+    optimizer: Node
+    scheduler: Node
+    callbacks: Node
+    trainer: Node
+    logger: Node
+    paths: Paths
+    model_name: str
+    run_id: str
+    max_steps: int
+    num_probe_prompts: int
+    publish: bool
+    seed: int
+    threads: int | None
+    resume: bool | str
+
+
+@dataclass
+class EvalConfig:
+    """Top level of ``conf/eval.yaml``."""
+
+    verifier: Node
+    model: Node
+    sampler: Node
+    methods: Node | None
+    benchmark: Node
+    paths: Paths
+    model_name: str
+    drafter: str
+    prompt: str | None
+    baseline: bool
+    max_new_tokens: int
+    stop: Sequence[str]
+    num_warmup: int
+    seed: int
+    threads: int | None
+    color: Literal["auto", "always", "never"]
+    run_id: str
+
+
+def validate(config: Node, schema: type) -> None:
+    """Check a whole resolved configuration against ``schema`` (one of the dataclasses above).
+
+    Raises:
+        ConfigError: an unknown key, a missing one, a wrong type or a value out of range; the message
+            has the key, the value, what was expected and, for a likely slip, the nearest key.
+    """
+    _check_call(schema, config, "", required=True)
+
+
+def locate(target: str, key: str) -> Callable[..., Any]:
+    """The callable a ``_target_`` names: ``package.module.Class`` or ``package.module.Class.method``.
+
+    Raises:
+        ConfigError: nothing of that name can be imported.
+    """
+    parts = target.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+                continue
+            raise
+        for part in parts[cut:]:
+            found = getattr(found, part, None)
+        if callable(found):
+            return found
+        break
+    raise ConfigError(f"{key}={target!r}: nothing of that name can be imported; check the spelling")
+
+
+def _check_call(call: Callable[..., Any], node: Node, key: str, *, required: bool) -> None:
+    """Check the keys of ``node`` as keyword arguments of ``call``, then each value."""
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{key}={node!r}: expected a section with keys; choose one with `{key}=<name of a file>`")
+    parameters = inspect.signature(call).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    names = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n != "self"]
+    for name, value in node.items():
+        if name in HYDRA_KEYS:
+            continue
+        full = f"{key}.{name}" if key else str(name)
+        if name in names:
+            _check_value(_annotation(call, parameters[name]), value, full)
+        elif not open_ended:
+            raise unknown_key(full, [f"{key}.{n}" if key else n for n in names])
+    if required:
+        for name in names:
+            if name not in node and parameters[name].default is inspect.Parameter.empty:
+                raise ConfigError(f"{key + '.' if key else ''}{name}: missing; set it on the command line or in conf/")
+
+
+def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
+    """The error for a key that nothing reads, with the nearest one that something does."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+    return ConfigError(f"unknown setting {key!r}; {hint}")
+
+
+def _annotation(call: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The evaluated annotation of one parameter; ``Any`` where it cannot be evaluated (typing-only imports)."""
+    annotation = parameter.annotation
+    if annotation is inspect.Parameter.empty:
+        return Any
+    if not isinstance(annotation, str):
+        return annotation
+    owner = call.__func__ if inspect.ismethod(call) else call
+    if inspect.isclass(owner) and "__init__" in vars(owner):
+        owner = owner.__init__
+    module = inspect.getmodule(owner)
+    try:
+        return eval(annotation, dict(vars(module)) if module else {})  # our own source, not input
+    except NameError:
+        return Any
+
+
+def _check_value(expected: Any, value: Any, key: str) -> None:
+    """Check one value: nested targets and sections by their signature, plain values by type and range."""
+    if isinstance(value, Mapping) and "_target_" in value:
+        target = locate(str(value["_target_"]), f"{key}._target_")
+        _check_call(target, value, key, required=False)
+        return
+    if isinstance(value, Mapping) and inspect.isclass(expected) and expected in (Paths, DataSection):
+        _check_call(expected, value, key, required=True)
+        return
+    if not _matches(expected, value):
+        raise ConfigError(f"{key}={value!r}: expected {describe(expected)}, got {type(value).__name__}")
+    _check_range(value, key)
+    for child_key, child in value.items() if isinstance(value, Mapping) else []:
+        _check_value(Any, child, f"{key}.{child_key}")
+    for index, child in enumerate(value) if isinstance(value, list | tuple) else []:
+        _check_value(Any, child, f"{key}[{index}]")
+
+
+def _check_range(value: Any, key: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value!r}: expected a finite number")
+    leaf = key.rsplit(".", 1)[-1]
+    if leaf in MINIMUM and value < MINIMUM[leaf]:
+        raise ConfigError(f"{key}={value!r}: expected a number >= {MINIMUM[leaf]}")
+
+
+def _matches(expected: Any, value: Any) -> bool:
+    """Whether ``value`` can be passed for the annotation; an annotation of another kind accepts anything."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if expected in (Any, inspect.Parameter.empty) or isinstance(expected, typing.TypeVar):
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(argument, value) for argument in arguments)
+    if origin is Literal:
+        return any(value == a and type(value) is type(a) for a in arguments)
+    if expected is None or expected is type(None):
+        return value is None
+    if expected is bool:
+        return isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if expected is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if expected is str or expected is Path:
+        return isinstance(value, str)
+    container = origin or expected
+    if inspect.isclass(container) and issubclass(container, Mapping):
+        return isinstance(value, Mapping)
+    if inspect.isclass(container) and issubclass(container, Sequence | set | frozenset):
+        return isinstance(value, list | tuple) and all(_matches(a, v) for a in arguments[:1] for v in value)
+    return True
+
+
+def describe(expected: Any) -> str:
+    """An annotation in words a user knows."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(a) for a in arguments)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in arguments)
+    words = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        Path: "a path",
+        type(None): "null",
+    }
+    if expected in words:
+        return words[expected]
+    container = origin or expected
+    if inspect.isclass(container) and issubclass(container, Mapping):
+        return "a section with keys"
+    return "a list" + (f" ({describe(arguments[0])} each)" if arguments else "")

@@ -1,0 +1,121 @@
+"""What the YAML files call things, put together from the package's own classes.
+
+Each callable here is a config schema: its parameters are the keys of a file in ``conf/`` (``verifier.temperature``,
+``sampler.K``, ``objective.warmup_share``). Values that need no model are checked at construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specdiff2.data.prompt import PromptSource
+from specdiff2.data.prompts import GsmSymbolicPrompts
+from specdiff2.decoding.acceptance import check_combination, make_rule
+from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.selection import make_selector
+from specdiff2.models.verifier import HFVerifier
+from specdiff2.objectives import ObjectiveSchedule, Stage
+from specdiff2.protocols import Drafter, Objective, Verifier
+from specdiff2.types import ConfigError, SamplingParams
+
+
+def make_verifier(
+    source: str,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    dtype: str = "auto",
+    attn_implementation: str = "sdpa",
+    device: str = "auto",
+    cache_dir: str | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> HFVerifier:
+    """``HFVerifier.from_pretrained`` with the law it decodes by as three plain keys."""
+    sampling = SamplingParams(temperature, top_k, top_p)
+    return HFVerifier.from_pretrained(
+        source, revision=revision, gguf_file=gguf_file, dtype=dtype, attn_implementation=attn_implementation,
+        device=device, sampling=sampling, cache_dir=cache_dir,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """How one method decodes: rule, selection, K drafts of ``gamma`` positions, and the drafter's own law.
+
+    Attributes:
+        name: how tables call the method.
+        K: number of drafts.
+        gamma: drafted positions; None means the drafter's own.
+        temperature: of the drafter; None means 0 (the most probable window) for one draft of a rule that does not
+            read draft probabilities, else 1.
+        drafter: folder written by training, or ``untrained`` for the layers as copied.
+
+    Raises:
+        ConfigError, NotLosslessError: a combination that cannot work or would change the verifier's law.
+    """
+
+    name: str
+    rule: str
+    drafter: str
+    selection: str | None = None
+    K: int = 1
+    gamma: int | None = None
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_combination(make_rule(self.rule), make_selector(self.selection), self.K)
+        if self.gamma is not None and self.gamma < 1:
+            raise ConfigError(f"gamma={self.gamma!r}: expected an integer >= 1, or null for the drafter's own")
+        self.draft_sampling()
+
+    def draft_sampling(self) -> SamplingParams:
+        """The law drafts are drawn from."""
+        is_single = self.K == 1 and not make_rule(self.rule).reads_draft_probs
+        default = 0.0 if is_single else 1.0
+        return SamplingParams(default if self.temperature is None else self.temperature, self.top_k, self.top_p)
+
+    def make(self, verifier: Verifier, drafter: Drafter) -> SpeculativeDecoder:
+        """The decoder of these settings."""
+        return SpeculativeDecoder(
+            verifier, drafter, rule=make_rule(self.rule), selector=make_selector(self.selection), gamma=self.gamma,
+            num_drafts=self.K, draft_sampling=self.draft_sampling(), name=self.name,
+        )  # fmt: skip
+
+
+def make_schedule(
+    main: Objective,
+    max_steps: int,
+    warmup: Objective | None = None,
+    warmup_steps: int | None = None,
+    warmup_share: float = 0.0,
+) -> ObjectiveSchedule:
+    """``warmup`` for ``warmup_steps`` optimizer steps (default: ``warmup_share`` of ``max_steps``), then ``main``.
+
+    Raises:
+        ConfigError: the warm-up leaves nothing for ``main``.
+    """
+    if warmup_steps is None:
+        if not 0.0 <= warmup_share < 1.0:
+            raise ConfigError(f"objective.warmup_share={warmup_share!r}: expected 0 <= share < 1")
+        warmup_steps = round(warmup_share * max_steps)
+    if not 0 <= warmup_steps < max_steps:
+        raise ConfigError(
+            f"objective.warmup_steps={warmup_steps!r}: expected 0 .. {max_steps - 1}, less than max_steps={max_steps}"
+        )
+    if warmup is None or warmup_steps == 0:
+        return ObjectiveSchedule.single(main)
+    return ObjectiveSchedule([Stage(warmup, warmup_steps), Stage(main)])
+
+
+def gsm_symbolic_suite(
+    num_prompts: int = 40, num_held_out_prompts: int = 0, split: str = "test", seed: int = 0
+) -> Mapping[str, PromptSource]:
+    """Unseen questions of the templates trained on, and (``gsm_held_out``) of templates never trained on."""
+    suite: dict[str, PromptSource] = {"gsm_symbolic": GsmSymbolicPrompts(split, "seen", num_prompts, seed)}  # type: ignore[arg-type]
+    if num_held_out_prompts:
+        suite["gsm_held_out"] = GsmSymbolicPrompts(split, "held_out", num_held_out_prompts, seed)  # type: ignore[arg-type]
+    return suite

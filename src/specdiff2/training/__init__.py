@@ -1,0 +1,1 @@
+"""Training: the LightningModule, its optimizer and callbacks."""

@@ -1,0 +1,8 @@
+"""Lightning callbacks: held-out streaks, real decoding, exports, progress."""
+
+from specdiff2.training.callbacks.decoding_probe import DecodingProbe
+from specdiff2.training.callbacks.drafter_export import DrafterExport
+from specdiff2.training.callbacks.progress_eta import ProgressEta
+from specdiff2.training.callbacks.streak_monitor import StreakMonitor
+
+__all__ = ["DecodingProbe", "DrafterExport", "ProgressEta", "StreakMonitor"]

@@ -1,0 +1,95 @@
+"""DrafterExport: write the drafter in its own format at the moments that matter.
+
+    before/   at the end of the first (warm-up) stage: the drafter without streak-distillation
+    best/     highest monitored value from then on (the drafter that ``before/`` holds takes part)
+    last/     at the end of training
+
+A folder is only replaced by a complete one (``save_drafter`` writes atomically).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from specdiff2.training.callbacks.streak_monitor import StreakMonitor
+from specdiff2.types import ConfigError
+
+
+class DrafterExport(pl.Callback):
+    """Exports on rank 0. Must stand behind the ``StreakMonitor`` in the list of callbacks, whose values it reads.
+
+    Args:
+        folder: where ``before``, ``best`` and ``last`` are written.
+        save_drafter: ``save_drafter(drafter, folder, facts)``, e.g. ``models.pretrained.save_drafter``; facts are the
+            step, the objective and, for ``best``, the monitored value.
+        monitor: metric of the ``StreakMonitor`` to maximise.
+
+    Raises:
+        ConfigError: no ``StreakMonitor`` before this callback, or it has no such metric.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        save_drafter: Callable[[Any, Path, dict[str, Any]], Any],
+        *,
+        monitor: str = "val/streak",
+    ) -> None:
+        self.folder, self.monitor = Path(folder), monitor
+        self.best_value: float | None = None
+        self.best_step: int | None = None
+        self._save_drafter = save_drafter
+        self._exported_before = False
+        self._source: StreakMonitor | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        earlier = trainer.callbacks[: trainer.callbacks.index(self)]
+        self._source = next((callback for callback in earlier if isinstance(callback, StreakMonitor)), None)
+        if self._source is None:
+            raise ConfigError("drafter export: no StreakMonitor before it: list the StreakMonitor first in callbacks")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, warmup_steps = trainer.global_step, pl_module.schedule.warmup_steps
+        if warmup_steps and step == warmup_steps and not self._exported_before:
+            self._exported_before = True
+            self._export(trainer, pl_module, "before")
+        if step >= warmup_steps:
+            self._export_if_best(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._export_if_best(trainer, pl_module)
+        self._export(trainer, pl_module, "last")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_value": self.best_value, "best_step": self.best_step, "exported_before": self._exported_before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_value, self.best_step = state_dict["best_value"], state_dict["best_step"]
+        self._exported_before = state_dict["exported_before"]
+
+    def _export_if_best(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Only right after an evaluation of these very weights."""
+        latest = self._source.history[-1] if self._source and self._source.history else None
+        if latest is None or latest["step"] != trainer.global_step:
+            return
+        if self.monitor not in latest:
+            raise ConfigError(f"drafter export: monitor={self.monitor!r}: expected one of {sorted(latest)[:4]} ...")
+        value = latest[self.monitor]
+        if value is not None and (self.best_value is None or value > self.best_value):
+            self.best_value, self.best_step = value, trainer.global_step
+            self._export(trainer, pl_module, "best")
+
+    def _export(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        facts: dict[str, Any] = {"step": step, "objective": repr(pl_module.schedule.stage_at(max(0, step - 1)).objective)}
+        if name == "best":
+            facts[self.monitor] = self.best_value
+        self._save_drafter(pl_module.drafter, self.folder / name, facts)

@@ -1,0 +1,192 @@
+"""DistillationModule: wires drafter, frozen verifier, objective schedule and optimizer into Lightning.
+
+No mathematics here: losses come from ``objectives``, windows from the data module, metrics on held-out windows
+from the callbacks. Two things need care and have their own files: what a checkpoint holds
+(``training.checkpointing``) and how losses are normalised (``training.window_mean``).
+
+The verifier stays outside module registration: it is in no state_dict and no optimizer, and always in eval mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from specdiff2.objectives.schedule import ObjectiveSchedule
+from specdiff2.protocols import Objective
+from specdiff2.training.checkpointing import TrainableOnlyState, signature_of, verify_signature
+from specdiff2.training.optim import OptimizerFactory, SchedulerFactory, parameter_groups
+from specdiff2.training.window_mean import WindowTotals, divide_gradients
+from specdiff2.types import ConfigError, ObjectiveOutput, SamplingParams, WindowBatch
+
+
+class Teacher(Protocol):
+    """What training needs of the verifier (``models.verifier.HFVerifier`` has it)."""
+
+    model: nn.Module
+
+    def window_probs(self, batch: WindowBatch, draft_vocab_ids: Tensor, sampling: SamplingParams) -> Tensor:
+        """Verifier probabilities along the teacher path, ``[window, gamma, draft_vocab]``."""
+        ...
+
+
+class DistillationModule(TrainableOnlyState, pl.LightningModule):
+    """Trains a drafter on windows of the verifier's rollouts.
+
+    Args:
+        drafter: an ``nn.Module`` with the methods of ``protocols.TrainableDrafter``.
+        verifier: needed by ``streak_expected`` and online rollouts; None otherwise saves its memory.
+        schedule: which objective trains at which optimizer step.
+        optimizer: called with parameter groups, e.g. ``partial(torch.optim.AdamW, lr=1e-3)``.
+        scheduler: called with the optimizer, e.g. ``partial(warmup_cosine, num_steps=2000)``; stepped with it.
+        verifier_sampling: the law that ``verifier_probs`` follow; T=1 by default.
+        refresh_rollouts: called as ``refresh_rollouts(step)`` after optimizer steps n, 2n, ...; it replaces the
+            rollouts that the loader reads (online mode).
+        refresh_every_n_steps: n above.
+
+    Raises:
+        ConfigError: the schedule needs verifier probabilities and there is no verifier, or a bad refresh interval.
+    """
+
+    def __init__(
+        self,
+        drafter: nn.Module,
+        verifier: Teacher | None,
+        schedule: ObjectiveSchedule,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        *,
+        verifier_sampling: SamplingParams | None = None,
+        refresh_rollouts: Callable[[int], None] | None = None,
+        refresh_every_n_steps: int = 0,
+    ) -> None:
+        super().__init__()
+        if schedule.needs_verifier_probs and verifier is None:
+            raise ConfigError("objective streak_expected: verifier=None: expected one, to read its probabilities")
+        if refresh_rollouts is not None and refresh_every_n_steps < 1:
+            raise ConfigError(f"refresh_every_n_steps={refresh_every_n_steps!r}: expected >= 1 for online rollouts")
+        self.drafter: Any = drafter
+        object.__setattr__(self, "_verifier", verifier)  # never registered: see the module docstring
+        self.schedule = schedule
+        self.totals = WindowTotals()
+        self.num_windows_seen = 0
+        self._make_optimizer, self._make_scheduler = optimizer, scheduler
+        self._verifier_sampling = verifier_sampling or SamplingParams()
+        self._refresh_rollouts, self._refresh_every_n_steps = refresh_rollouts, refresh_every_n_steps
+        self._refreshed_at = 0
+        self._group_started_s = 0.0
+
+    @property
+    def verifier(self) -> Teacher | None:
+        """The frozen teacher; not a submodule."""
+        return self.__dict__["_verifier"]
+
+    # -- set-up -------------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._make_optimizer(parameter_groups(self.drafter.parameters()))
+        if self._make_scheduler is None:
+            return optimizer
+        scheduler = self._make_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        if self.verifier is not None:
+            self.verifier.model.requires_grad_(False).eval().to(self.device)
+
+    def train(self, mode: bool = True) -> DistillationModule:
+        super().train(mode)
+        if self.verifier is not None:
+            self.verifier.model.eval()
+        return self
+
+    def transfer_batch_to_device(self, batch: WindowBatch, device: torch.device, dataloader_idx: int) -> WindowBatch:
+        return batch.to(device)
+
+    # -- one micro-batch ----------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: WindowBatch, batch_idx: int) -> None:
+        if self.totals.is_empty_group:
+            self._group_started_s = time.perf_counter()
+        self._refresh_if_due(self.global_step)
+
+    def _refresh_if_due(self, step: int) -> None:
+        """Once per optimizer step, not once per accumulated batch."""
+        if self._refresh_rollouts is None or step == self._refreshed_at or step % self._refresh_every_n_steps:
+            return
+        self._refreshed_at = step
+        self._refresh_rollouts(step)
+
+    def training_step(self, batch: WindowBatch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch, scaled so that Lightning's and DDP's own averaging cancel: a sum over windows."""
+        if batch.num_windows == 0:
+            self.totals.add_empty()
+            return self._zero_loss()
+        output = self.objective_output(batch, self.schedule.stage_at(self.global_step).objective)
+        self.totals.add(output)
+        loss = output.loss_sum * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return loss + self._zero_loss() if self.trainer.world_size > 1 else loss
+
+    def objective_output(self, batch: WindowBatch, objective: Objective) -> ObjectiveOutput:
+        """Drafter forward and objective. Only ``mdm``-like objectives see revealed tokens."""
+        if objective.masking == "full":
+            batch = dataclasses.replace(batch, revealed=torch.zeros_like(batch.revealed))
+        logits = self.drafter(batch)
+        verifier_probs = self._verifier_probs(batch) if objective.needs_verifier_probs else None
+        targets = self.drafter.to_draft_vocab(batch.targets)
+        return objective(logits, targets, batch.valid & ~batch.revealed, verifier_probs)
+
+    @torch.no_grad()
+    def _verifier_probs(self, batch: WindowBatch) -> Tensor:
+        assert self.verifier is not None  # checked at construction
+        # the verifier keeps its own dtype: autocast would change the law it defines
+        with torch.autocast(self.device.type, enabled=False):
+            return self.verifier.window_probs(batch, self.drafter.draft_vocab_ids, self._verifier_sampling)
+
+    def _zero_loss(self) -> Tensor:
+        """Exactly 0 with a zero gradient for every parameter, so that no DDP rank waits for a missing one."""
+        trainable = (parameter for parameter in self.drafter.parameters() if parameter.requires_grad)
+        return torch.stack([parameter.flatten()[0].float() * 0.0 for parameter in trainable]).sum()
+
+    # -- one optimizer step -------------------------------------------------------------------------------------
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Runs after backward and before clipping: turn the sum over windows into the mean over all of them."""
+        elapsed_s = time.perf_counter() - self._group_started_s
+        totals = self.totals.take(self.trainer.strategy, self.device)
+        divide_gradients(optimizer, totals.num_windows)
+        self.num_windows_seen += totals.num_windows
+        metrics = totals.metrics()
+        if self.schedule.stage_at(self.global_step).objective.masking != "full":
+            metrics.pop("train/streak", None)
+        metrics["train/lr"] = optimizer.param_groups[0]["lr"]
+        metrics["train/windows_per_s"] = totals.num_windows / elapsed_s
+        self.log_dict(metrics)
+
+    def on_train_epoch_end(self) -> None:
+        if self.num_windows_seen == 0:
+            raise ConfigError(
+                "training data: 0 trainable windows in a whole epoch: expected rollouts with at least one completion "
+                "token inside the draft vocabulary; check the rollout store and gamma"
+            )
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["specdiff2"] = signature_of(self.drafter) | {
+            "schedule": self.schedule.describe(),
+            "num_windows_seen": self.num_windows_seen,
+            "refreshed_at": self._refreshed_at,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        verify_signature(self.drafter, checkpoint.get("specdiff2", {}))
+        self.num_windows_seen = checkpoint["specdiff2"]["num_windows_seen"]
+        self._refreshed_at = checkpoint["specdiff2"]["refreshed_at"]

@@ -1,0 +1,85 @@
+"""Exact means over windows, however they are spread over accumulated batches and ranks.
+
+Lightning averages losses over accumulated batches and DDP averages gradients over ranks. Both are wrong as soon as
+batches hold different numbers of windows. So each micro-batch back-propagates the *sum* of its window losses, and
+the gradient is divided once, before clipping, by the number of windows of the whole optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from specdiff2.types import ObjectiveOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Sums over all micro-batches and ranks of one optimizer step."""
+
+    loss_sum: float
+    num_windows: int
+    streak_sum: float
+    num_streaks: int
+    num_empty_batches: int
+
+    def metrics(self) -> dict[str, float]:
+        """Means per window; a mean over nothing is left out, never NaN."""
+        metrics = {"train/num_windows": float(self.num_windows), "train/empty_batches": float(self.num_empty_batches)}
+        if self.num_windows:
+            metrics["train/loss"] = self.loss_sum / self.num_windows
+        if self.num_streaks:
+            metrics["train/streak"] = self.streak_sum / self.num_streaks
+        return metrics
+
+
+class WindowTotals:
+    """Adds up objective outputs between two optimizer steps."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+
+    @property
+    def is_empty_group(self) -> bool:
+        """No micro-batch since the last optimizer step."""
+        return not self._rows
+
+    def add(self, output: ObjectiveOutput) -> None:
+        # kept as tensors: one transfer to the host per optimizer step, not one per micro-batch
+        streak = output.streak
+        self._rows.append(
+            torch.stack([
+                output.loss_sum.detach().double(),
+                output.num_windows.double(),
+                streak.double().sum(),
+                torch.tensor(float(len(streak)), device=streak.device, dtype=torch.float64),
+                (output.num_windows == 0).double(),
+            ])
+        )
+
+    def add_empty(self) -> None:
+        """A micro-batch without windows."""
+        self._rows.append(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64))
+
+    def take(self, strategy: Strategy, device: torch.device) -> StepTotals:
+        """Totals over all ranks (every rank must call this); starts the next group."""
+        local = torch.stack([row.to(device) for row in self._rows]).sum(0)
+        self._rows = []
+        reduced = strategy.reduce(local, reduce_op="sum")
+        loss, windows, streak, streaks, empty = reduced.tolist()
+        return StepTotals(loss, round(windows), streak, round(streaks), round(empty))
+
+
+def divide_gradients(optimizer: Optimizer, num_windows: int) -> None:
+    """Sum of window gradients -> mean. Without any window gradients become None: the optimizer then leaves
+    parameters, moments and weight decay alone."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if num_windows == 0:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.div_(num_windows)

@@ -1,0 +1,92 @@
+"""Token trees: several drafts of one round, merged where they share a prefix.
+
+Structure only: which tokens, whose child, which chain runs through which nodes. It knows no model and
+no probabilities. Kept as Python lists and small CPU tensors: a tree has tens of nodes and is walked on
+the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Node 0 is the last committed token; parents come before their children.
+
+    Attributes:
+        tokens: token id of each node.
+        parents: parent index of each node; -1 for the root.
+        chain_nodes: node indices of each chain, ``[K][gamma]``. Identical drafts share their nodes and
+            keep their multiplicity here, which the ratio rules need.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    chain_nodes: list[list[int]]
+
+    @classmethod
+    def from_chains(cls, root: int, chains: Int[Tensor, "K gamma"] | Sequence[Sequence[int]]) -> TokenTree:
+        """Merge K drafts into a trie under ``root``."""
+        rows = chains.tolist() if isinstance(chains, Tensor) else [list(row) for row in chains]
+        tokens, parents = [root], [-1]
+        children: dict[tuple[int, int], int] = {}
+        chain_nodes = []
+        for row in rows:
+            node, nodes = 0, []
+            for token in row:
+                child = children.get((node, token))
+                if child is None:
+                    child = len(tokens)
+                    children[node, token] = child
+                    tokens.append(token)
+                    parents.append(node)
+                nodes.append(child)
+                node = child
+            chain_nodes.append(nodes)
+        return cls(tokens, parents, chain_nodes)
+
+    @classmethod
+    def root_only(cls, root: int) -> TokenTree:
+        """A tree without drafts: one autoregressive step."""
+        return cls([root], [-1], [])
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_chains(self) -> int:
+        return len(self.chain_nodes)
+
+    def depths(self) -> list[int]:
+        """Distance of each node from the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def children(self) -> list[dict[int, int]]:
+        """For each node: token id -> child node."""
+        children: list[dict[int, int]] = [{} for _ in self.tokens]
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                children[parent][self.tokens[node]] = node
+        return children
+
+    def ancestor_mask(self) -> Bool[Tensor, "node node"]:
+        """``mask[i, j]``: node i may attend to node j (j is i itself or one of its ancestors)."""
+        mask = torch.eye(self.num_nodes, dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+    def select(self, chain: int) -> TokenTree:
+        """The same nodes with only ``chain`` left to verify (the scores of all nodes stay valid)."""
+        return TokenTree(self.tokens, self.parents, [self.chain_nodes[chain]])

@@ -1,0 +1,312 @@
+"""The decoding loop on tables: rounds, windows, streaming, errors, timing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+import torch
+from helpers import FunctionDrafter, PerfectDrafter, RandomDrafter, Script, Tab, TableDrafter, byte_tokenizer, tiny_verifier
+from torch import Tensor
+
+import specdiff2
+from specdiff2.decoding.acceptance import BlockRule, GreedyRule, LeviathanRule, TreeMatchRule
+from specdiff2.decoding.autoregressive import AutoregressiveDecoder
+from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.samplers import SAMPLERS, make_decoder
+from specdiff2.decoding.selection import SelfSelection
+from specdiff2.decoding.timing import Stopwatch
+from specdiff2.protocols import RandomSource
+from specdiff2.rng import TorchRandomSource
+from specdiff2.types import ConfigError, NotLosslessError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def counting_law(vocab: int = 16):
+    """Greedy decoding counts upwards from the last token."""
+
+    def law(context: tuple[int, ...]) -> Tensor:
+        probs = torch.full((vocab,), 0.1 / vocab, dtype=torch.float64)
+        probs[(context[-1] + 1) % vocab] += 0.9
+        return probs
+
+    return law
+
+
+def counting(**options: Any) -> Tab:
+    return Tab(counting_law(), sampling=GREEDY, **options)
+
+
+class WordTokenizer:
+    all_special_ids: list[int] = []
+
+    def decode(self, token_ids: list[int], **kwargs: object) -> str:
+        return "".join(f"<{token}>" for token in token_ids)
+
+
+# ---------------------------------------------------------------- rounds and windows
+def test_windows_are_shortened_only_by_what_is_known_beforehand() -> None:
+    asked: list[tuple[int, int]] = []
+    verifier = counting()
+
+    def propose(context: list[int], gamma: int, num_drafts: int, rng: RandomSource) -> tuple[Tensor, None]:
+        asked.append((gamma, num_drafts))
+        return torch.tensor([[context[-1] + 1] + [15] * (gamma - 1)] * num_drafts), None
+
+    decoder = make_decoder(verifier, FunctionDrafter(4, propose), sampler="specdiff2", num_drafts=3)
+    generation = decoder.generate([0], max_new_tokens=9)
+    assert generation.tokens == list(range(1, 10))
+    assert asked == [(4, 3), (4, 3), (4, 3), (2, 3)]  # room for 9, 7, 5, 3 and 1: no draft for the last token
+    assert [r.num_drafted for r in generation.rounds] == [4, 4, 4, 2, 0]
+    assert [r.num_committed for r in generation.rounds] == [2, 2, 2, 2, 1]
+    assert verifier.num_forwards == len(generation.rounds)
+
+
+def test_gamma_below_the_drafters_own() -> None:
+    verifier = counting()
+    decoder = make_decoder(verifier, PerfectDrafter(verifier, 8), sampler="specdiff", gamma=2)
+    assert [r.num_drafted for r in decoder.generate([0], max_new_tokens=6).rounds] == [2, 2]
+
+
+def test_identical_drafts_are_scored_once() -> None:
+    verifier = counting()
+    decoder = make_decoder(verifier, PerfectDrafter(verifier, 3), sampler="tree_match", num_drafts=8)
+    assert decoder.generate([0], max_new_tokens=4).rounds[0].num_nodes == 4
+
+
+def test_self_selection_verifies_the_best_chain() -> None:
+    chains = [[9, 9], [1, 9], [1, 2], [9, 9]]
+    decoder = make_decoder(counting(), Script(chains, 16), sampler="specdiff2", num_drafts=4)
+    assert decoder.generate([0], max_new_tokens=3).rounds[0].num_accepted == 2
+
+
+def test_draft_probs_are_drawn_up_only_for_rules_that_read_them() -> None:
+    asked = []
+
+    class Session:
+        def propose(self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool) -> Any:
+            asked.append(needs_probs)
+            return TableDrafter([[1 / 16] * 16]).start([0], GREEDY, 1).propose(gamma, 1, rng, needs_probs=needs_probs)
+
+        def observe(self, tokens: Any, features: Any = None) -> None: ...
+
+    class Recorder:
+        gamma = 1
+
+        def start(self, *args: Any) -> Session:
+            return Session()
+
+    for rule in (GreedyRule(), LeviathanRule()):
+        SpeculativeDecoder(counting(), Recorder(), rule=rule).generate([0], max_new_tokens=2)
+    assert asked == [False, True]
+
+
+def test_the_drafter_observes_every_committed_token() -> None:
+    seen: list[list[int]] = []
+
+    def propose(context: list[int], gamma: int, num_drafts: int, rng: RandomSource) -> tuple[Tensor, None]:
+        seen.append(list(context))
+        return torch.tensor([[context[-1] + 1, 15]])[:, :gamma], None
+
+    make_decoder(counting(), FunctionDrafter(2, propose), sampler="specdiff").generate([0], max_new_tokens=6)
+    assert seen == [[0], [0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+# ---------------------------------------------------------------- ends
+def test_a_round_cut_by_eos_reached_no_later_position() -> None:
+    """Case 9: agreed draft [a, EOS, b, c]; case 33: nothing after EOS counts."""
+    verifier = counting(eos_ids=[2])
+    generation = make_decoder(verifier, PerfectDrafter(verifier, 4), sampler="specdiff").generate([0], max_new_tokens=9)
+    (record,) = generation.rounds
+    assert generation.tokens == [1, 2] and generation.stop_reason == "eos"
+    assert (record.num_drafted, record.num_accepted, record.num_committed) == (2, 2, 2)
+
+
+def test_a_wrong_draft_before_eos_still_counts_as_drafted() -> None:
+    """EOS as the verifier's own token: the draft was looked at and refused."""
+    generation = make_decoder(counting(eos_ids=[1]), Script([9, 9], 16), sampler="specdiff").generate(
+        [0], max_new_tokens=9
+    )
+    (record,) = generation.rounds
+    assert (record.num_drafted, record.num_accepted, record.num_committed) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("sampler", ["specdiff", "tree_match"])
+def test_stop_string_in_and_across_windows(gamma: int, sampler: str) -> None:
+    verifier = counting(tokenizer=WordTokenizer())
+    calls: list[tuple[list[int], str]] = []
+    generation = make_decoder(verifier, PerfectDrafter(verifier, gamma), sampler=sampler).generate(
+        [0], max_new_tokens=14, stop_strings=["<5><6>"], on_tokens=lambda tokens, text: calls.append((tokens, text))
+    )
+    assert generation.tokens == [1, 2, 3, 4, 5, 6] and generation.stop_reason == "stop"
+    assert generation.text == "".join(text for _, text in calls) == "<1><2><3><4>"
+    assert [token for tokens, _ in calls for token in tokens] == generation.tokens
+    assert sum(r.num_committed for r in generation.rounds) == 6
+    assert len(calls) == len(generation.rounds)
+
+
+def test_autoregressive_stops_alike() -> None:
+    verifier = counting(tokenizer=WordTokenizer(), eos_ids=[9])
+    decoder = AutoregressiveDecoder(verifier)
+    assert decoder.generate([0], max_new_tokens=14, stop_strings=["<5><6>"]).tokens == [1, 2, 3, 4, 5, 6]
+    assert decoder.generate([0], max_new_tokens=14).tokens == list(range(1, 10))
+    assert decoder.generate([0], max_new_tokens=3).stop_reason == "length"
+
+
+def test_text_of_a_generation_without_stop_strings() -> None:
+    assert AutoregressiveDecoder(counting(tokenizer=WordTokenizer())).generate([0], max_new_tokens=2).text == "<1><2>"
+    assert AutoregressiveDecoder(counting()).generate([0], max_new_tokens=2).text == ""
+
+
+# ---------------------------------------------------------------- seeds
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_same_seed_gives_the_same_output(sampler: str) -> None:
+    verifier = Tab([1 / 16] * 16, sampling=SamplingParams())
+    decoder = make_decoder(verifier, RandomDrafter(16, 3), sampler=sampler)
+    first, again, other = (
+        decoder.generate([0], max_new_tokens=12, rng=TorchRandomSource(seed)).tokens for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+# ---------------------------------------------------------------- errors
+@pytest.mark.parametrize("gamma", [0, -1, 5, True, 2.0, "two"])
+def test_bad_gamma_is_refused(gamma: Any) -> None:
+    with pytest.raises(ConfigError, match="gamma"):
+        SpeculativeDecoder(counting(), Script([1, 2, 3, 4], 16), rule=GreedyRule(), gamma=gamma)
+
+
+@pytest.mark.parametrize("num_drafts", [0, -1, True, 2.0, "two"])
+def test_bad_num_drafts_is_refused(num_drafts: Any) -> None:
+    with pytest.raises(ConfigError, match="num_drafts"):
+        SpeculativeDecoder(counting(), Script([1], 16), rule=TreeMatchRule(), num_drafts=num_drafts)
+
+
+def test_lossy_combinations_are_refused_at_construction() -> None:
+    with pytest.raises(NotLosslessError):
+        SpeculativeDecoder(counting(), Script([1], 16), rule=BlockRule(), selector=SelfSelection(), num_drafts=2)
+    with pytest.raises(ConfigError):
+        SpeculativeDecoder(counting(), Script([1], 16), rule=GreedyRule(), num_drafts=2)
+
+
+def test_unknown_sampler_is_refused() -> None:
+    with pytest.raises(ConfigError, match="specdif3.*specdiff2"):
+        make_decoder(counting(), Script([1], 16), sampler="specdif3")
+
+
+@pytest.mark.parametrize("prompt", [[], ""])
+def test_empty_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(ConfigError, match="prompt"):
+        AutoregressiveDecoder(counting()).generate(prompt, max_new_tokens=3)
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with pytest.raises(ConfigError, match="tokenizer"):
+        AutoregressiveDecoder(counting()).generate("hello", max_new_tokens=3)
+
+
+def test_max_new_tokens_zero_is_refused_before_the_prefill() -> None:
+    verifier = counting()
+    verifier.start = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(ConfigError, match="max_new_tokens=0"):
+        AutoregressiveDecoder(verifier).generate([0], max_new_tokens=0)
+
+
+def test_context_overflow_is_refused_at_the_start() -> None:
+    verifier = tiny_verifier(max_position_embeddings=32)
+    decoder = make_decoder(verifier, RandomDrafter(64, 4), sampler="specdiff2")
+    assert len(decoder.generate([1] * 12, max_new_tokens=20).tokens) == 20  # fills the context to its last place
+    with pytest.raises(ConfigError, match="32"):
+        decoder.generate([1] * 13, max_new_tokens=20)
+
+
+# ---------------------------------------------------------------- text prompts
+def test_text_and_messages_go_through_the_chat_template() -> None:
+    tokenizer = byte_tokenizer()
+    verifier = tiny_verifier(vocab=300, tokenizer=tokenizer, max_position_embeddings=128)
+    decoder = make_decoder(verifier, RandomDrafter(300, 3), sampler="tree_match")
+    messages = [{"role": "user", "content": "hello"}]
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    by_text, by_messages, by_ids = (decoder.generate(p, max_new_tokens=8) for p in ("hello", messages, ids))
+    assert by_text.tokens == by_messages.tokens == by_ids.tokens
+
+
+def test_exports_are_lazy_and_complete() -> None:
+    assert specdiff2.SpeculativeDecoder is SpeculativeDecoder
+    for name in specdiff2.__all__:
+        assert getattr(specdiff2, name) is not None
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = specdiff2.nothing
+
+
+# ---------------------------------------------------------------- timing
+def test_stages_add_up_to_the_decoding_time() -> None:
+    verifier = counting()
+    decoder = make_decoder(verifier, RandomDrafter(16, 3), sampler="specdiff2")
+    start = time.perf_counter()
+    generation = decoder.generate([0], max_new_tokens=12)
+    wall_s = time.perf_counter() - start
+    stages = sum(r.draft_s + r.verify_s + r.other_s for r in generation.rounds)
+    assert generation.decode_s == pytest.approx(stages) and generation.prefill_s >= 0
+    assert generation.decode_s + generation.prefill_s <= wall_s
+    assert all(min(r.draft_s, r.verify_s, r.other_s) >= 0 for r in generation.rounds)
+
+
+def test_time_is_charged_to_the_stage_that_spends_it() -> None:
+    def slow_law(context: tuple[int, ...]) -> Tensor:
+        time.sleep(0.004)
+        return counting_law()(context)
+
+    def slow_draft(context: list[int], gamma: int, num_drafts: int, rng: RandomSource) -> tuple[Tensor, None]:
+        time.sleep(0.02)
+        return torch.tensor([[9] * gamma]), None
+
+    verifier = Tab(slow_law, sampling=GREEDY)
+    record = make_decoder(verifier, FunctionDrafter(2, slow_draft), sampler="specdiff").generate(
+        [0], max_new_tokens=4
+    ).rounds[0]
+    assert record.draft_s >= 0.02 and record.verify_s >= 0.012  # three nodes
+
+
+def test_stopwatch_laps_are_consecutive() -> None:
+    watch = Stopwatch()
+    time.sleep(0.01)
+    assert watch.lap() >= 0.01 and watch.lap() < 0.01
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_overhead_of_a_round_with_a_real_vocabulary(temperature: float) -> None:
+    """33 nodes x 49152 tokens: everything outside the forwards takes a few ms; the bound is generous on purpose."""
+    vocab = 49152
+    logits = torch.randn(40, vocab)
+    chains = torch.arange(32).view(8, 4) + 1  # nothing shared: 33 nodes
+
+    class Session:
+        num_committed = 1
+
+        def score(self, tree: Any) -> Tensor:
+            return logits[: tree.num_nodes]
+
+        def commit(self, path: Any, next_token: int) -> None: ...
+
+        def features(self, path: Any) -> None: ...
+
+    class Verifier:
+        vocab_size, eos_ids, max_length = vocab, frozenset[int](), 4096
+
+        def start(self, prompt: Any, max_new_tokens: int) -> Session:
+            return Session()
+
+    decoder = make_decoder(
+        Verifier(),
+        FunctionDrafter(4, lambda context, gamma, num_drafts, rng: (chains[:, :gamma], None)),
+        sampler="specdiff2",
+        verifier_sampling=SamplingParams(temperature),
+    )
+    rounds = decoder.generate([0], max_new_tokens=20).rounds[:-5]
+    assert {record.num_nodes for record in rounds} == {33}
+    assert statistics.median(record.other_s for record in rounds) < 0.05

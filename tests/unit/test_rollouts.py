@@ -1,0 +1,202 @@
+"""The rollout store: killed, corrupted, mismatched, full disk, two writers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+
+import pytest
+
+from specdiff2.data import rollout_files
+from specdiff2.data.rollouts import RolloutStore
+from specdiff2.types import ConfigError, CorruptFileError, MismatchError, Rollout, StorageError
+
+FINGERPRINT = {"verifier": "v1", "temperatures": [1.0], "prompts": {"source": "x", "seed": 0}}
+
+
+def rollout(index: int, length: int = 3) -> Rollout:
+    return Rollout(f"r{index}", [1, 2], list(range(length)), 1.0, {"prompt_id": f"p{index}"})
+
+
+def filled(folder, count: int = 4, **kwargs) -> RolloutStore:
+    store = RolloutStore(folder, FINGERPRINT, **kwargs)
+    for index in range(count):
+        store.append([rollout(index)])
+    store.close()
+    return store
+
+
+def test_round_trip_and_shards(tmp_path):
+    store = filled(tmp_path / "deep" / "store", 5, max_shard_bytes=250)
+    assert len(list(store.folder.glob("shard-*.jsonl"))) > 1
+    assert all(path.stat().st_size <= 250 for path in store.folder.glob("shard-*.jsonl"))
+    again = RolloutStore(store.folder, FINGERPRINT)
+    assert again.load() == [rollout(index) for index in range(5)]
+    assert len(again) == 5 and again.ids() == {f"r{i}" for i in range(5)}
+    assert not list(store.folder.glob("*.tmp"))
+    json.loads((store.folder / "manifest.json").read_text(encoding="utf-8"))
+
+
+def test_ids_are_unique(tmp_path):
+    store = filled(tmp_path)
+    for rows in ([rollout(9), rollout(2)], [rollout(9), rollout(9)]):
+        with pytest.raises(ConfigError, match="must be unique"):
+            store.append(rows)
+    assert len(store) == 4, "all of a batch or nothing"
+
+
+@pytest.mark.parametrize("cut", [1, 20, -1])
+def test_half_a_line_is_dropped_with_a_warning(tmp_path, caplog, cut):
+    filled(tmp_path)
+    shard = tmp_path / "shard-00000.jsonl"
+    with open(shard, "ab") as file:
+        file.write(rollout_files.encode_rollout(rollout(4))[:cut])
+    reader = RolloutStore(tmp_path, FINGERPRINT)
+    assert len(reader.load()) == 4
+    assert not shard.read_bytes().endswith(b"\n"), "a reader changes nothing"
+    with caplog.at_level(logging.WARNING):
+        reader.append([rollout(4)])
+    assert "unfinished" in caplog.text and "shard-00000.jsonl" in caplog.text
+    assert reader.load() == [rollout(index) for index in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (b'{"rollout_id": "r2", "temp', "not valid JSON"),
+        (b'{"rollout_id":"r2"}', "not a rollout"),
+        (b'{"rollout_id":"r2","temperature":1.0,"prompt_ids":[1],"completion_ids":[-4],"meta":{}}', "not a rollout"),
+        (b"\x00\x00\xff", "not UTF-8"),
+        (b"", "not valid JSON"),
+        (rollout_files.encode_rollout(rollout(0)).strip(), "there twice"),
+    ],
+)
+def test_a_corrupt_line_is_named_with_the_remedy(tmp_path, damage, says):
+    filled(tmp_path)
+    shard = tmp_path / "shard-00000.jsonl"
+    lines = shard.read_bytes().split(b"\n")
+    lines[2] = damage
+    shard.write_bytes(b"\n".join(lines))
+    store = RolloutStore(tmp_path, FINGERPRINT)
+    with pytest.raises(CorruptFileError, match=rf"shard-00000\.jsonl:3: .*{says}.*delete this line"):
+        store.load()
+    before = shard.read_bytes()
+    with pytest.raises(CorruptFileError):
+        store.append([rollout(9)])
+    assert shard.read_bytes() == before
+
+
+def test_a_cut_line_in_an_earlier_shard_is_corrupt(tmp_path):
+    store = filled(tmp_path, 5, max_shard_bytes=250)
+    first = tmp_path / "shard-00000.jsonl"
+    first.write_bytes(first.read_bytes()[:-5])
+    with pytest.raises(CorruptFileError, match=r"shard-00000\.jsonl:\d+: the line is cut off"):
+        store.load()
+
+
+def test_other_origin_is_refused_naming_key_and_values(tmp_path):
+    filled(tmp_path)
+    for change, message in [
+        ({"temperatures": [0.0]}, r"temperatures was \[1.0\], now it is \[0.0\]"),
+        ({"prompts": {"source": "x", "seed": 1}}, r"prompts.seed was 0, now it is 1"),
+        ({"extra": 1}, r"extra was '\(absent\)', now it is 1"),
+    ]:
+        with pytest.raises(MismatchError, match=message + ".*new folder or delete"):
+            RolloutStore(tmp_path, FINGERPRINT | change)
+    with pytest.raises(MismatchError, match="verifier was 'v1'"):
+        RolloutStore(tmp_path, {key: value for key, value in FINGERPRINT.items() if key != "verifier"})
+
+
+def test_open_checks_only_what_is_expected(tmp_path):
+    filled(tmp_path)
+    assert len(RolloutStore.open(tmp_path, {"verifier": "v1"})) == 4
+    with pytest.raises(MismatchError, match="verifier was 'v1', now it is 'v2'"):
+        RolloutStore.open(tmp_path, {"verifier": "v2"})
+    with pytest.raises(ConfigError, match="no rollouts there"):
+        RolloutStore.open(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"format": 1}', '{"format": 99, "fingerprint": {}}'])
+def test_unreadable_manifest(tmp_path, content):
+    filled(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.unlink() if content is None else manifest.write_text(content, encoding="utf-8")
+    with pytest.raises(CorruptFileError, match=r"manifest\.json"):
+        RolloutStore(tmp_path, FINGERPRINT)
+
+
+# ---------------------------------------------------------------- full disk
+def test_full_disk_loses_nothing(tmp_path, monkeypatch):
+    store = filled(tmp_path)
+    shard = tmp_path / "shard-00000.jsonl"
+    before = shard.read_bytes()
+
+    def no_space(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout_files.os, "fsync", no_space)
+        with pytest.raises(StorageError, match=r"shard-00000\.jsonl: No space left on device.*intact.*make room"):
+            store.append([rollout(4)])
+    assert shard.read_bytes() == before
+    store.append([rollout(4)])
+    assert len(store.load()) == 5
+
+
+def _append_until_refused(folder, limit) -> None:
+    """A real refusal by the kernel: files cannot grow beyond ``limit``, so the write is partial, then fails."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    store = RolloutStore(folder, FINGERPRINT)
+    try:
+        store.append([rollout(4, length=400)])
+    except StorageError:
+        os._exit(7)
+    os._exit(0)
+
+
+def _run(target, *args) -> int:
+    process = multiprocessing.get_context("fork").Process(target=target, args=args)
+    process.start()
+    process.join(20)
+    return process.exitcode
+
+
+def test_partial_write_is_taken_back(tmp_path):
+    store = filled(tmp_path)
+    before = (tmp_path / "shard-00000.jsonl").read_bytes()
+    assert _run(_append_until_refused, tmp_path, len(before) + 100) == 7
+    assert (tmp_path / "shard-00000.jsonl").read_bytes() == before
+    assert len(store.load()) == 4
+
+
+def test_unwritable_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file"):
+        RolloutStore(tmp_path / "file" / "store", FINGERPRINT)
+
+
+# ---------------------------------------------------------------- two writers
+def _append_one(folder, index) -> None:
+    RolloutStore(folder, FINGERPRINT).append([rollout(index)])
+
+
+def test_a_second_writer_waits_and_sees_what_the_first_wrote(tmp_path):
+    store = RolloutStore(tmp_path, FINGERPRINT)
+    store.append([rollout(0)])
+    process = multiprocessing.get_context("fork").Process(target=_append_one, args=(tmp_path, 1))
+    process.start()
+    process.join(0.5)
+    assert process.is_alive(), "waits for the lock"
+    assert RolloutStore(tmp_path, FINGERPRINT).ids() == {"r0"}, "readers do not wait"
+    store.append([rollout(2)])
+    # the forked child inherited our lock's descriptor, so closing is not enough in this test: unlock explicitly
+    store.close()
+    process.join(10)
+    assert process.exitcode == 0
+    assert [r.rollout_id for r in store.load()] == ["r0", "r2", "r1"]
