@@ -8,7 +8,9 @@ python eval.py prompt="Why is the sky blue?"     # show the streaks of one answe
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: spinning threads slow small operators
+# before the libraries that read them: spinning threads slow small operators, and our own bars are enough
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from pathlib import Path
 

@@ -93,7 +93,7 @@ def reference_greedy(model: PreTrainedModel, prompt: Sequence[int], max_new_toke
 # ---------------------------------------------------------------- tokenizers
 def char_tokenizer(folder: Path | None = None, *, size: int | None = None, chat: bool = True,
                    add_bos: bool = False) -> PreTrainedTokenizerFast:
-    """One token per character (at most 60 ids by default: fits vocab-64 models). ids: 0 <pad>, 1 <s>, 2 </s>, 3 <unk>."""
+    """One token per character (58 ids: fits vocab-64 models). ids: 0 <pad>, 1 <s>, 2 </s>, 3 <unk>."""
     specials = ["<pad>", "<s>", "</s>", "<unk>"]
     chars = list("abcdefghijklmnopqrstuvwxyz0123456789 .,:?!+-*/='\n()<>|")
     vocab = {token: i for i, token in enumerate((specials + chars)[:size])}

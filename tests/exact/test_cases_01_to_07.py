@@ -69,6 +69,19 @@ def test_1_different_sampling_on_either_side(rule, selection, num_drafts, verifi
     assert total_variation(output, verifier_law(verifier, gamma + 1)) < TOLERANCE
 
 
+@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer"])
+def test_1_reporting_the_untruncated_law_is_noticed(rule: str) -> None:
+    """The planted error: tokens come from the top-2 of q while the ratio reads all of q."""
+    verifier, whole = random_table(36, (4,)), random_table(37, (1, 4))
+    drawn = random_table(37, (1, 4), SamplingParams(top_k=2))
+
+    def propose(prefix, rng):
+        return Draft(rng.chains(drawn(prefix), 1), whole(prefix))
+
+    output = exact_output_law(make_rule(rule), None, verifier, whole, 1, 1, 2, propose=propose)
+    assert total_variation(output, verifier_law(verifier, 2)) > 1e-2
+
+
 # ---------------------------------------------------------------- case 2
 TOP_K_TREE = Draft(torch.tensor([[0], [1]]), torch.tensor([[0.51, 0.49]], dtype=torch.float64))
 

@@ -9,7 +9,9 @@ import torch
 from helpers import RandomDrafter, byte_tokenizer, tiny_llama, tiny_verifier
 from transformers import DynamicCache
 
-from specdiff2 import BlockDrafter, save_drafter, speculative_generate
+from specdiff2 import BlockDrafter, SpeculativeDecoder, save_drafter, speculative_generate
+from specdiff2.decoding.loading import load_autoregressive_decoder
+from specdiff2.models.chat_format import encode_chat
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.types import ConfigError
 
@@ -49,7 +51,8 @@ def test_drafter_from_a_folder_with_text_and_stop_strings(tmp_path: Any) -> None
     save_drafter(BlockDrafter.from_verifier(verifier, num_layers=1, gamma=4), tmp_path / "drafter")
     prompt = tokenizer("so the total is", return_tensors="pt")["input_ids"]
     plain = base.generate(prompt, max_new_tokens=16, do_sample=False)
-    stop = tokenizer.decode(plain[0, prompt.shape[1] + 5])
+    new_text = [tokenizer.decode(token) for token in plain[0, prompt.shape[1] :]]
+    stop = next(text for text in new_text if text.isascii() and text not in new_text[:2])
     pieces: list[str] = []
     out = speculate(
         base, prompt, max_new_tokens=16, do_sample=False, drafter=tmp_path / "drafter", text_tokenizer=tokenizer,
@@ -63,8 +66,9 @@ def test_drafter_from_a_folder_with_text_and_stop_strings(tmp_path: Any) -> None
 @pytest.mark.parametrize("eos", [15, [15, 62], None])
 def test_eos_ids_of_the_generation_config(eos: Any) -> None:
     base = model()
-    plain = base.generate(PROMPT, max_new_tokens=20, do_sample=False, eos_token_id=eos, pad_token_id=0)
-    assert torch.equal(speculate(base, PROMPT, max_new_tokens=20, do_sample=False, eos_token_id=eos, pad_token_id=0), plain)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    plain = base.generate(PROMPT, **options)
+    assert torch.equal(speculate(base, PROMPT, **options), plain)
     assert plain.shape[1] == (25 if eos is None else 12)
 
 
@@ -97,7 +101,7 @@ def test_sampling_settings_are_used() -> None:
     [
         ({"drafter": None}, "drafter"),
         ({"repetition_penalty": 1.3}, "RepetitionPenalty"),
-        ({"min_new_tokens": 3, "eos_token_id": 1}, "MinNewTokens"),
+        ({"min_new_tokens": 3, "eos_token_id": 1}, "MinLengthLogits"),
         ({"max_time": 9.0}, "MaxTime"),
         ({"num_return_sequences": 2, "do_sample": True}, "2 rows"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
@@ -124,3 +128,16 @@ def test_batches_and_filled_caches_are_refused() -> None:
 def test_a_misspelt_option_is_refused_by_transformers() -> None:
     with pytest.raises(ValueError, match="num_draft"):
         speculate(model(), PROMPT, max_new_tokens=4, num_draft=2)
+
+
+@pytest.mark.real
+def test_three_lines_of_python_on_the_real_model(smollm2: Any, tmp_path: Any) -> None:
+    save_drafter(BlockDrafter.from_verifier(smollm2, num_layers=1, gamma=4), tmp_path / "drafter")
+    decoder = SpeculativeDecoder.from_pretrained(smollm2, tmp_path / "drafter", num_drafts=3)
+    generation = decoder.generate("What is 2+3?", max_new_tokens=12)
+    prompt = torch.tensor([encode_chat(smollm2.tokenizer, "What is 2+3?")])
+    plain = smollm2.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
+    assert generation.tokens == plain
+    assert generation.text == smollm2.tokenizer.decode(plain, skip_special_tokens=True)
+    alone = load_autoregressive_decoder(smollm2)
+    assert alone.generate("What is 2+3?", max_new_tokens=12).tokens == plain

@@ -41,7 +41,7 @@ def reference(row: list[float], sampling: SamplingParams) -> list[float]:
     return [weights[token] / total if token in nucleus else 0.0 for token in range(len(row))]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(rows, params)
 def test_equals_the_definition_in_float64(row: list[float], sampling: SamplingParams) -> None:
     probs = logits_to_probs(torch.tensor(row, dtype=torch.float64), sampling)
@@ -53,7 +53,7 @@ def test_equals_the_definition_in_float64(row: list[float], sampling: SamplingPa
     assert torch.allclose(probs, expected, atol=1e-9, rtol=0.0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(rows, params, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_always_a_law(row: list[float], sampling: SamplingParams, dtype: torch.dtype) -> None:
     logits = torch.tensor(row).to(dtype)

@@ -42,7 +42,7 @@ def rounds(draw):
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(rounds())
 def test_never_an_impossible_token(name: str, given_round) -> None:
     tree, verifier_probs, draft_probs, seed = given_round
@@ -60,7 +60,7 @@ def test_never_an_impossible_token(name: str, given_round) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(rounds())
 def test_every_branch_is_a_law(name: str, given_round) -> None:
     """The enumerator raises on NaN and on rows without mass, in any branch."""
@@ -71,7 +71,7 @@ def test_every_branch_is_a_law(name: str, given_round) -> None:
     assert math.fsum(outcomes.values()) == pytest.approx(1.0, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(rounds())
 def test_self_selection_and_tree_streak(given_round) -> None:
     tree, verifier_probs, _, _ = given_round
@@ -88,7 +88,7 @@ def test_self_selection_and_tree_streak(given_round) -> None:
     assert max(streaks) - 1e-9 <= tree_streak(tree, verifier_probs) <= GAMMA + 1e-5
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(law_row, law_row, st.floats(0.0, 1.0))
 def test_residual_and_block_arithmetic(first: list[float], second: list[float], scale: float) -> None:
     target, draft = torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)

@@ -120,7 +120,9 @@ def test_drafts_that_no_law_describes_are_lossless_under_rules_that_never_read_i
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize(("sampler", "num_drafts"), [("leviathan", 1), ("block", 1), ("specinfer", 2), ("tree_match", 2)])
+@pytest.mark.parametrize(
+    ("sampler", "num_drafts"), [("leviathan", 1), ("block", 1), ("specinfer", 2), ("tree_match", 2)]
+)
 def test_real_models_keep_the_law(sampler: str, num_drafts: int, shifted: bool) -> None:
     """HFVerifier and BlockDrafter with their caches, against plain forwards; float32, so within rounding."""
     verifier = tiny_verifier(vocab=2, seed=5)

@@ -112,6 +112,25 @@ def test_one_forward_pass_per_propose(verifier, monkeypatch) -> None:
     assert sizes == [9, GAMMA, 3 + GAMMA, 1 + GAMMA]  # the prompt at the start, then only what is new
 
 
+@pytest.mark.parametrize(("attention", "shifted"), ALL_MODES)
+def test_what_training_learns_decoding_proposes(verifier, attention: str, shifted: bool) -> None:
+    """Case 21 with the shipped forward and session: a text that counts up is continued for a whole window."""
+    drafter = make_drafter(verifier, attention=attention, shifted=shifted, num_layers=2)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    rows = [list(range(start, start + 16)) for start in (3, 11, 20, 30)]
+    batch = make_batch(rows, [(r, a) for r in range(4) for a in (2, 5, 8, 11)])
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(drafter(batch).flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        optimizer.step()
+    session = drafter.start([20, 21, 22], GREEDY, 20)
+    for anchor in (22, 25, 28):
+        session.observe(range(20 + session.num_committed, anchor + 1))
+        draft = session.propose(GAMMA, 1, TorchRandomSource(0), needs_probs=False)
+        assert draft.tokens.tolist() == [[anchor + 1 + j for j in range(GAMMA)]]
+
+
 # ---------------------------------------------------------------- planted errors must show
 @pytest.mark.parametrize("attention", ["causal_prefix", "bidirectional"])
 @pytest.mark.parametrize("mutant", ["mask bit", "positions", "slot sees beyond anchor"])
@@ -430,8 +449,31 @@ def test_bad_prompts_and_requests_are_refused(verifier) -> None:
         drafter.start([1], GREEDY, 5).propose(0, 1, TorchRandomSource(0), needs_probs=False)
 
 
+def test_per_layer_lists_are_cut_to_the_chosen_layers(verifier) -> None:
+    config = copy.deepcopy(verifier.model.config)
+    config.no_rope_layers = [1, 0, 1, 0]
+    config.eos_token_id = [1, 2, 3, 4]  # as long as there are layers, but no list of layers
+    config.attention_dropout = 0.1
+    cut = layer_stack.stack_config(config, [0, 3])
+    assert cut.no_rope_layers == [1, 0] and cut.num_hidden_layers == 2 and cut.attention_dropout == 0.0
+    assert config.no_rope_layers == [1, 0, 1, 0], "the verifier's own config stays as it is"
+
+
 def test_sliding_window_layers_are_refused(verifier) -> None:
     config = copy.deepcopy(verifier.model.config)
     config.sliding_window = 8
     with pytest.raises(ConfigError, match="sliding_window=8"):
         layer_stack.stack_config(config, [0, 1])
+
+
+@pytest.mark.real
+def test_smollm2_session_equals_packed_forward(smollm2) -> None:
+    """The real layers and head, a long prompt, positions far from zero."""
+    ids = random_tokens(400, vocab=smollm2.vocab_size)
+    drafter = BlockDrafter.from_verifier(smollm2, num_layers=4, draft_vocab_ids=sorted(set(ids)))
+    with torch.no_grad():
+        packed = drafter(make_batch([ids], [(0, 299), (0, 303), (0, 399)], gamma=8))
+    session = drafter.start(ids[:300], GREEDY, 120)
+    for window, anchor in enumerate((299, 303, 399)):
+        session.observe(ids[session.num_committed : anchor + 1])
+        assert gap(session.window_logits(8), packed[window]) < 1e-4 * packed.abs().max()

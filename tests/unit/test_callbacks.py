@@ -8,12 +8,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
 from specdiff2.functional.streak import token_log_probs
 from specdiff2.objectives import CrossEntropy, ObjectiveSchedule, Stage, Streak
 from specdiff2.training.callbacks import DecodingProbe, DrafterExport, ProgressEta, StreakMonitor
 from specdiff2.training.module import DistillationModule
 from specdiff2.types import ConfigError, Generation, RoundRecord, WindowBatch
-from torch import nn
 
 GAMMA, VOCAB = 3, 8
 
@@ -40,8 +42,12 @@ def windows(seed: int, num_windows: int = 5) -> WindowBatch:
     valid = torch.arange(GAMMA) < torch.randint(1, GAMMA + 1, (num_windows, 1), generator=generator)
     valid[0] = True
     return WindowBatch(
-        input_ids=ids, lengths=torch.full((num_windows,), GAMMA + 1), window_row=torch.arange(num_windows),
-        anchor=torch.zeros(num_windows, dtype=torch.long), targets=ids[:, 1:], valid=valid,
+        input_ids=ids,
+        lengths=torch.full((num_windows,), GAMMA + 1),
+        window_row=torch.arange(num_windows),
+        anchor=torch.zeros(num_windows, dtype=torch.long),
+        targets=ids[:, 1:],
+        valid=valid,
         revealed=torch.zeros_like(valid),
     )
 
@@ -51,11 +57,18 @@ def fit(folder, callbacks, *, max_steps=8, accumulate=1, warmup=3, logger=None):
     schedule = ObjectiveSchedule([Stage(CrossEntropy(), warmup), Stage(Streak())])
     module = DistillationModule(TableDrafter(), None, schedule, partial(torch.optim.SGD, lr=0.5))
     trainer = pl.Trainer(
-        max_steps=max_steps, accumulate_grad_batches=accumulate, callbacks=callbacks, logger=logger or False,
-        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        accelerator="cpu", log_every_n_steps=1,
+        max_steps=max_steps,
+        accumulate_grad_batches=accumulate,
+        callbacks=callbacks,
+        logger=logger or False,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+        log_every_n_steps=1,
     )
-    trainer.fit(module, [windows(seed) for seed in range(4)])
+    trainer.fit(module, DataLoader([windows(seed) for seed in range(4)], batch_size=None))
     return trainer, module
 
 
@@ -129,7 +142,7 @@ def test_drafter_export_before_best_last(tmp_path):
     assert [(name, step) for name, step, *_ in saved if name != "best"] == [("before", 3), ("last", 6)]
     candidates = [point for point in monitor.history if point["step"] >= 3]
     best = max(candidates, key=lambda point: point["val/streak"])
-    name, step, _, facts = [entry for entry in saved if entry[0] == "best"][-1]
+    _, step, _, facts = [entry for entry in saved if entry[0] == "best"][-1]
     assert step == best["step"] == export.best_step and facts["val/streak"] == best["val/streak"]
     assert min(entry[1] for entry in saved if entry[0] == "best") >= 3
     torch.testing.assert_close(saved[-1][2], module.drafter.table.detach())

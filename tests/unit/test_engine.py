@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import FunctionDrafter, PerfectDrafter, RandomDrafter, Script, Tab, TableDrafter, byte_tokenizer, tiny_verifier
+from helpers import (
+    FunctionDrafter,
+    PerfectDrafter,
+    RandomDrafter,
+    Script,
+    Tab,
+    TableDrafter,
+    byte_tokenizer,
+    tiny_verifier,
+)
 from torch import Tensor
 
 import specdiff2
@@ -41,7 +50,7 @@ def counting(**options: Any) -> Tab:
 
 
 class WordTokenizer:
-    all_special_ids: list[int] = []
+    all_special_ids: ClassVar[list[int]] = []
 
     def decode(self, token_ids: list[int], **kwargs: object) -> str:
         return "".join(f"<{token}>" for token in token_ids)
@@ -113,6 +122,16 @@ def test_the_drafter_observes_every_committed_token() -> None:
 
     make_decoder(counting(), FunctionDrafter(2, propose), sampler="specdiff").generate([0], max_new_tokens=6)
     assert seen == [[0], [0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_case_33_tau_is_tokens_per_verifier_pass_bonus_included() -> None:
+    verifier = counting()
+    generation = make_decoder(verifier, PerfectDrafter(verifier, 3), sampler="specdiff").generate([0], max_new_tokens=8)
+    num_rounds = len(generation.rounds)
+    assert num_rounds == verifier.num_forwards - 3 * 2  # the perfect drafter asks the verifier for its 3 tokens
+    tau = generation.num_tokens / num_rounds
+    mean_streak = sum(record.num_accepted for record in generation.rounds) / num_rounds
+    assert tau == mean_streak + 1 == 4
 
 
 # ---------------------------------------------------------------- ends
@@ -194,7 +213,7 @@ def test_lossy_combinations_are_refused_at_construction() -> None:
 
 
 def test_unknown_sampler_is_refused() -> None:
-    with pytest.raises(ConfigError, match="specdif3.*specdiff2"):
+    with pytest.raises(ConfigError, match=r"specdif3.*specdiff2"):
         make_decoder(counting(), Script([1], 16), sampler="specdif3")
 
 

@@ -19,8 +19,16 @@ from specdiff2.objectives import (
 )
 from specdiff2.types import ConfigError
 
-ALL = [CrossEntropy(), CrossEntropy(decay=0.7), Mdm(), Streak(), StreakCE(), DPace(), StreakExpected(),
-       StreakExpected(factors="last")]
+ALL = [
+    CrossEntropy(),
+    CrossEntropy(decay=0.7),
+    Mdm(),
+    Streak(),
+    StreakCE(),
+    DPace(),
+    StreakExpected(),
+    StreakExpected(factors="last"),
+]
 
 
 @pytest.fixture
@@ -110,8 +118,11 @@ def test_streak_expected_over_all_teacher_paths():
     torch.manual_seed(2)
     vocab, gamma = 3, 3
     logits = torch.randn((1, gamma, vocab), dtype=torch.float64)
-    law = {path: torch.rand(vocab, dtype=torch.float64) for n in range(gamma)
-           for path in itertools.product(range(vocab), repeat=n)}
+    law = {
+        path: torch.rand(vocab, dtype=torch.float64)
+        for n in range(gamma)
+        for path in itertools.product(range(vocab), repeat=n)
+    }
     law = {path: probs / probs.sum() for path, probs in law.items()}
     means = dict.fromkeys(["streak", "last", "all"], 0.0)
     objectives = {"streak": Streak(), "last": StreakExpected("last"), "all": StreakExpected("all")}
@@ -194,8 +205,16 @@ def test_tiny_probabilities_stay_finite_at_gamma_64(objective):
     assert torch.isfinite(output.loss_sum) and torch.isfinite(logits.grad).all()
 
 
-@pytest.mark.parametrize("make", [lambda: CrossEntropy(0.0), lambda: CrossEntropy(1.5), lambda: DPace(-0.1),
-                                  lambda: DPace(float("nan")), lambda: StreakExpected("some")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CrossEntropy(0.0),
+        lambda: CrossEntropy(1.5),
+        lambda: DPace(-0.1),
+        lambda: DPace(float("nan")),
+        lambda: StreakExpected("some"),
+    ],
+)
 def test_settings_out_of_range_are_refused(make):
     with pytest.raises(ConfigError, match="objective"):
         make()

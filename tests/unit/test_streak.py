@@ -95,8 +95,9 @@ def test_undraftable_target_ends_the_streak():
     assert survived[1] > 0 and survived[2] == 0 and survived[3] == 0
     expected_streak(log_probs, valid).sum().backward()
     assert logits.grad[0, 2:].abs().max() == 0 and logits.grad[0, :2].abs().max() > 0
-    assert torch.isfinite(token_log_probs(torch.full((1, 1, 3), float("-inf")).index_fill(2, torch.tensor([0]), 0.0),
-                                          torch.tensor([[1]]))).all()
+    assert torch.isfinite(
+        token_log_probs(torch.full((1, 1, 3), float("-inf")).index_fill(2, torch.tensor([0]), 0.0), torch.tensor([[1]]))
+    ).all()
 
 
 def test_bfloat16_logits_are_widened():

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import random
+from collections import deque
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any, Literal, get_args
 
 from specdiff2.data.prompt import Prompt, check_count
@@ -22,7 +23,7 @@ Templates = Literal["seen", "held_out", "all"]
 
 _HELD_OUT_SHARE = 0.2
 _SHUFFLE_SEED = 2511  # fixed for ever: another value would turn held-out templates into seen ones
-_MAX_TRIES_PER_PROMPT = 2000
+_MAX_TRIES = 2000  # misses in a row after which a template counts as used up
 
 
 class GsmSymbolicPrompts:
@@ -63,24 +64,27 @@ class GsmSymbolicPrompts:
         """Raises:
         ConfigError: the templates do not have that many different questions in this split.
         """
+        streams = self._streams()
         prompts: list[Prompt] = []
         seen: set[str] = set()
-        tries = 0
-        for tries, candidate in enumerate(self._candidates(), start=1):
-            text = " ".join(candidate.messages[0]["content"].split())
-            if text not in seen and _split_of(text) == self.split:
-                seen.add(text)
-                prompts.append(candidate)
-            if len(prompts) == self.num_prompts:
-                return prompts
-            if tries >= _MAX_TRIES_PER_PROMPT * self.num_prompts:
-                break
-        raise ConfigError(
-            f"num_prompts={self.num_prompts}: found only {len(prompts)} different gsm_symbolic questions in split "
-            f"{self.split!r} after {tries} tries; ask for fewer"
-        )
+        while streams and len(prompts) < self.num_prompts:
+            stream = streams.popleft()
+            for prompt in islice(stream, _MAX_TRIES):
+                text = " ".join(prompt.messages[0]["content"].split())
+                if text not in seen and _split_of(text) == self.split:
+                    seen.add(text)
+                    prompts.append(prompt)
+                    streams.append(stream)
+                    break
+        if len(prompts) < self.num_prompts:
+            raise ConfigError(
+                f"num_prompts={self.num_prompts}: gsm_symbolic has only about {len(prompts)} different questions in "
+                f"split {self.split!r} of templates {self.templates!r}; ask for fewer"
+            )
+        return prompts
 
-    def _candidates(self) -> Iterator[Prompt]:
+    def _streams(self) -> deque[Iterator[Prompt]]:
+        """Endless questions of each template, in an order that depends on the seed."""
         # imported here: reasoning_gym takes a second to import
         from reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic import (
             GSMSymbolicDataset,
@@ -92,19 +96,21 @@ class GsmSymbolicPrompts:
         chosen = {"seen": seen, "held_out": held_out, "all": sorted(seen + held_out)}[self.templates]
         first_seed = (self.seed * len(get_args(Split)) + get_args(Split).index(self.split)) * 10**9
         random.Random(first_seed).shuffle(chosen)  # a few prompts should not always be those of the first templates
-        for index in count():
-            template = chosen[index % len(chosen)]
-            # the item generator is seeded with dataset seed + row: one row with its template set fixes both
-            item_seed = first_seed + index
-            dataset = GSMSymbolicDataset(GSMSymbolicDatasetConfig(size=1, seed=item_seed))
-            dataset.task_indices = [template]
-            item = dataset[0]
-            yield Prompt(
-                prompt_id=f"gsm_symbolic/{self.split}/t{template:02d}/{item_seed}",
-                messages=[{"role": "user", "content": item["question"]}],
-                answer=str(item["answer"]),
-                meta={"template": template, "held_out": template in held_out},
-            )
+
+        def stream(template: int) -> Iterator[Prompt]:
+            for item_seed in count(first_seed + template * 10**6):
+                # the item generator is seeded with dataset seed + row: one row with its template set fixes both
+                dataset = GSMSymbolicDataset(GSMSymbolicDatasetConfig(size=1, seed=item_seed))
+                dataset.task_indices = [template]
+                item = dataset[0]
+                yield Prompt(
+                    prompt_id=f"gsm_symbolic/{self.split}/t{template:02d}/{item_seed}",
+                    messages=[{"role": "user", "content": item["question"]}],
+                    answer=str(item["answer"]),
+                    meta={"template": template, "held_out": template in held_out},
+                )
+
+        return deque(map(stream, chosen))
 
 
 def split_templates(usable: list[int]) -> tuple[list[int], list[int]]:

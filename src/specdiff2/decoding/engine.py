@@ -17,10 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specdiff2.decoding.acceptance import check_combination
+from specdiff2.decoding.probs import ProbsBuffer
 from specdiff2.decoding.prompting import Prompt, prompt_ids
 from specdiff2.decoding.stopping import Completion, OnTokens
 from specdiff2.decoding.timing import Stopwatch
-from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.protocols import (
     AcceptanceRule,
     Drafter,
@@ -77,30 +77,45 @@ def decode(
         tokenizer=getattr(verifier, "tokenizer", None),
         on_tokens=on_tokens,
     )
-    rounds: list[RoundRecord] = []
     with torch.no_grad():  # not inference_mode: a drafter in training may keep a tensor it makes in here
         watch = Stopwatch(getattr(verifier, "device", None))
         session = verifier.start(prompt, max_new_tokens)
         drafter = drafting.drafter.start(prompt, drafting.sampling, max_new_tokens) if drafting else None
         prefill_s = watch.lap()
-        root = prompt[-1]
-        while completion.stop_reason is None:
-            draft = _propose(drafting, drafter, completion.num_left - 1, rng)
-            draft_s = watch.lap()
-            tree = TokenTree.root_only(root) if draft is None else TokenTree.from_chains(root, draft.tokens)
-            other_s = watch.lap()
-            logits = session.score(tree)
-            verify_s = watch.lap()
-            accepted = _accept(drafting, draft, tree, logits_to_probs(logits, sampling), rng)
-            new_tokens = [tree.tokens[node] for node in accepted.path] + [accepted.next_token]
-            record = _record(draft, tree, accepted, num_kept=completion.push(new_tokens))
-            if completion.stop_reason is None:
-                _commit(session, drafter, accepted, new_tokens)
-            root = accepted.next_token
-            record.draft_s, record.verify_s, record.other_s = draft_s, verify_s, other_s + watch.lap()
-            rounds.append(record)
+        rounds = _decode_rounds(prompt[-1], session, drafting, drafter, completion, ProbsBuffer(sampling), rng, watch)
     decode_s = sum(record.draft_s + record.verify_s + record.other_s for record in rounds)
-    return Generation(completion.tokens, rounds, completion.stop_reason, completion.text(), prefill_s, decode_s)
+    return Generation(completion.tokens, rounds, completion.reason(), completion.text(), prefill_s, decode_s)
+
+
+def _decode_rounds(
+    root: int,
+    session: VerifierSession,
+    drafting: Drafting | None,
+    drafter: DrafterSession | None,
+    completion: Completion,
+    to_probs: ProbsBuffer,
+    rng: RandomSource,
+    watch: Stopwatch,
+) -> list[RoundRecord]:
+    """Propose, build tree, score, accept, commit, until the completion ends. ``root``: the last committed token."""
+    rounds = []
+    while completion.stop_reason is None:
+        draft = _propose(drafting, drafter, completion.num_left - 1, rng)
+        draft_s = watch.lap()
+        tree = TokenTree.root_only(root) if draft is None else TokenTree.from_chains(root, draft.tokens)
+        tree_s = watch.lap()
+        logits = session.score(tree)
+        verify_s = watch.lap()
+        accepted = _accept(drafting, draft, tree, to_probs(logits), rng)
+        new_tokens = [tree.tokens[node] for node in accepted.path] + [accepted.next_token]
+        num_kept = completion.push(new_tokens)
+        if completion.stop_reason is None:
+            _commit(session, drafter, accepted, new_tokens)
+        root = accepted.next_token
+        record = _record(draft, tree, accepted, num_kept)
+        record.draft_s, record.verify_s, record.other_s = draft_s, verify_s, tree_s + watch.lap()
+        rounds.append(record)
+    return rounds
 
 
 def _propose(

@@ -119,6 +119,8 @@ def _refuse_unsupported(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
+    if (config.num_beams or 1) > 1:
+        raise ConfigError(f"num_beams={config.num_beams}: speculative_generate knows no beams; use num_beams=1")
     if input_ids.shape[0] != 1:
         raise ConfigError(f"input_ids has {input_ids.shape[0]} rows: speculative_generate decodes one prompt a call")
     if model_kwargs.get("attention_mask") is not None:  # generate drops a mask of ones
@@ -131,8 +133,6 @@ def _refuse_unsupported(
     for name in ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "token_healing"):
         if getattr(config, name, None):
             raise ConfigError(f"{name}=True: speculative_generate returns token ids only")
-    if (config.num_beams or 1) > 1:
-        raise ConfigError(f"num_beams={config.num_beams}: speculative_generate knows no beams; use num_beams=1")
 
 
 def _refuse_others(kind: str, given: Sequence[Any], honoured: tuple[type, ...]) -> None:

@@ -71,6 +71,12 @@ class Completion:
             self._on_tokens(list(new_tokens[:num_kept]), self._take_streamable(new_tokens[:num_kept]))
         return num_kept
 
+    def reason(self) -> StopReason:
+        """Why the finished completion ended."""
+        if self.stop_reason is None:
+            raise ValueError("the completion has not ended: push tokens until stop_reason is set")
+        return self.stop_reason
+
     def text(self) -> str:
         """The text of the finished completion."""
         if self._tokenizer is None:

@@ -14,18 +14,24 @@ from specdiff2.evaluation import svg
 from specdiff2.evaluation.svg import WIDTH, Frame
 
 NUM_COLOURS = 6
+FEW_OBSERVATIONS = 20
 _MANY_POINTS = 40  # above this a curve is drawn without markers, smoothed over its faint raw line
 _LABEL_GAP = 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line. A None value leaves a gap. ``colour`` indexes the palette (0 is the neutral grey)."""
+    """One line. A None value leaves a gap. ``colour`` indexes the palette (0 is the neutral grey).
+
+    ``counts``, where given, are the observations behind each point: points with fewer than
+    ``FEW_OBSERVATIONS`` are drawn hollow.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
     colour: int = 1
+    counts: Sequence[int] | None = None
 
     def points(self) -> list[tuple[float, float]]:
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None]
@@ -57,10 +63,14 @@ def line_chart(
     y_label: str,
     y_range: tuple[float, float] | None = None,
     integer_x: bool = False,
+    x_ticks: Sequence[float] | None = None,
+    from_zero: bool = False,
     marks: Sequence[tuple[float, str]] = (),
     height: float = 300,
 ) -> str:
     """Lines over a shared x axis, each named at its end; ``marks`` are labelled vertical lines.
+
+    ``x_ticks`` labels just these values (thinned where they would collide); ``from_zero`` keeps 0 on the y axis.
 
     Raises:
         ValueError: no series has a point.
@@ -68,8 +78,12 @@ def line_chart(
     series = [one for one in series if one.points()]
     if not series:
         raise ValueError(f"chart {label!r} has no points")
-    frame, x_ticks, y_ticks = _line_frame(series, y_range, integer_x, height)
-    body = frame.axes(x_ticks, y_ticks, x_label, y_label)
+    if y_range is None and from_zero:
+        values = [y for one in series for _, y in one.points()]
+        y_range = (min(0.0, *values), max(0.0, *values))
+    frame, default_ticks, y_ticks = _line_frame(series, y_range, integer_x or x_ticks is not None, height)
+    shown = default_ticks if x_ticks is None else _apart(x_ticks, frame)
+    body = frame.axes(shown, y_ticks, x_label, y_label)
     for x, name in marks:
         side = "end" if frame.x(x) > (frame.left + frame.right) / 2 else "start"
         body.append(svg.line(frame.x(x), frame.top, frame.x(x), frame.bottom, "mark"))
@@ -97,11 +111,21 @@ def _line_frame(
     left = 14 + max(svg.text_width(svg.format_number(tick, tick_step)) for tick in y_ticks)
     label_width = min(max(svg.text_width(one.label) for one in series) + 18, 0.36 * WIDTH)
     if integer_x:
-        x_range = (min(xs) - 0.25, max(xs) + 0.25)
+        pad = 0.04 * (max(xs) - min(xs)) or 0.5
+        x_range = (min(xs) - pad, max(xs) + pad)
     else:
         x_range = (x_ticks[0], max(max(xs), x_ticks[0] + 1e-9))
         x_ticks = [tick for tick in x_ticks if tick <= x_range[1]]
     return Frame(left, WIDTH - label_width, 30, height - 52, x_range, (y_ticks[0], y_ticks[-1])), x_ticks, y_ticks
+
+
+def _apart(ticks: Sequence[float], frame: Frame) -> list[float]:
+    """Ticks whose labels have room, from the right (the largest value is the most telling)."""
+    kept: list[float] = []
+    for tick in sorted(ticks, reverse=True):
+        if not kept or frame.x(kept[-1]) - frame.x(tick) > svg.text_width(f"{tick:g}") + 8:
+            kept.append(tick)
+    return kept[::-1]
 
 
 def _line_marks(frame: Frame, one: Series) -> list[str]:
@@ -111,9 +135,13 @@ def _line_marks(frame: Frame, one: Series) -> list[str]:
         smooth = _running_mean([y for _, y in points])
         return [raw, _path(frame, [x for x, _ in points], smooth, f"s{one.colour} line")]
     parts = [_path(frame, one.x, one.y, f"s{one.colour} line")]
-    for x, y in points:
+    for index, (x, y) in enumerate(zip(one.x, one.y, strict=True)):
+        if y is None:
+            continue
+        count = one.counts[index] if one.counts is not None else FEW_OBSERVATIONS
         hover = f"{one.label}: {svg.format_number(y)} at {svg.format_number(x)}"
-        parts.append(_marker(frame.x(x), frame.y(y), one.colour, hover))
+        hover += f", from {count} observations" if one.counts is not None else ""
+        parts.append(_marker(frame.x(x), frame.y(y), one.colour, hover, hollow=count < FEW_OBSERVATIONS))
     return parts
 
 
@@ -130,19 +158,20 @@ def _path(frame: Frame, xs: Sequence[float], ys: Sequence[float | None], css: st
     return f'<path d="{" ".join(steps)}" class="{css}"/>'
 
 
-def _marker(x: float, y: float, colour: int, hover: str) -> str:
+def _marker(x: float, y: float, colour: int, hover: str, *, hollow: bool = False) -> str:
     """Circle, square, triangle or diamond by colour, so that colour is never the only difference."""
     title = f"<title>{escape(hover)}</title>"
+    css = f"s{colour} hollow" if hollow else f"f{colour} point"
     shape = colour % 4
     if shape == 1:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.2" class="f{colour} point">{title}</circle>'
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.2" class="{css}">{title}</circle>'
     outlines: dict[int, list[tuple[float, float]]] = {
         0: [(-4.5, 0), (0, -4.5), (4.5, 0), (0, 4.5)],
         2: [(-4, -4), (4, -4), (4, 4), (-4, 4)],
         3: [(0, -5), (4.8, 4), (-4.8, 4)],
     }
     outline = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in outlines[shape])
-    return f'<polygon points="{outline}" class="f{colour} point">{title}</polygon>'
+    return f'<polygon points="{outline}" class="{css}">{title}</polygon>'
 
 
 def _end_labels(frame: Frame, series: Sequence[Series]) -> list[str]:
@@ -192,7 +221,7 @@ def bar_chart(bars: Sequence[Bar], *, label: str, x_label: str, unit: str = "", 
     row, top = 46.0, 8.0
     highest = max(max([bar.value, *(bar.interval or ())]) for bar in bars)
     ticks = svg.nice_ticks(0.0, max(highest, reference or 0.0), 5)
-    frame = Frame(8, WIDTH - 66, top, top + row * len(bars), (0.0, ticks[-1]), (0.0, 1.0))
+    frame = Frame(14, WIDTH - 72, top, top + row * len(bars), (0.0, ticks[-1]), (0.0, 1.0))
     body = _vertical_grid(frame, ticks, x_label)
     if reference is not None:
         body.append(svg.line(frame.x(reference), top, frame.x(reference), frame.bottom, "mark"))
@@ -223,7 +252,7 @@ def stacked_bars(bars: Sequence[StackedBar], *, label: str, x_label: str, unit: 
         raise ValueError(f"chart {label!r} has no bars")
     row, top = 46.0, 34.0
     ticks = svg.nice_ticks(0.0, max(sum(bar.parts.values()) for bar in bars), 5)
-    frame = Frame(8, WIDTH - 76, top, top + row * len(bars), (0.0, ticks[-1]), (0.0, 1.0))
+    frame = Frame(14, WIDTH - 88, top, top + row * len(bars), (0.0, ticks[-1]), (0.0, 1.0))
     body = _legend(list(bars[0].parts), colours) + _vertical_grid(frame, ticks, x_label)
     for index, bar in enumerate(bars):
         y, start = top + index * row, 0.0
@@ -250,7 +279,7 @@ def _vertical_grid(frame: Frame, ticks: Sequence[float], x_label: str) -> list[s
 
 
 def _legend(names: Sequence[str], colours: Sequence[int]) -> list[str]:
-    parts, x = [], 8.0
+    parts, x = [], 14.0
     for name, colour in zip(names, colours, strict=True):
         parts.append(svg.rect(x, 6, 13, 13, f"f{colour}"))
         parts.append(svg.text(x + 19, 17, name, "name ink"))

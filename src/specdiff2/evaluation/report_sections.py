@@ -36,19 +36,21 @@ def speculative(rows: Sequence[Row]) -> list[Row]:
 
 def tiles(rows: Sequence[Row]) -> str:
     """The few numbers a reader looks for first, over the first (benchmark, temperature)."""
-    group = speculative(grouped(rows)[0]) if rows else []
+    groups = grouped(rows)
+    group = speculative(groups[0]) if groups else []
     if not group:
         return ""
+    where = f" ({group[0]['benchmark']}, T={group[0]['temperature']:g})" if len(groups) > 1 else ""
     items = []
     fast = [row for row in group if row["speedup"] is not None]
     if fast:
         best = max(fast, key=lambda row: row["speedup"])
         ci = f", 95% CI {interval(best['speedup_ci'])}" if best["speedup_ci"] else ""
-        items.append((number(best["speedup"], 2, TIMES), f"best speed-up: {method_label(best['method'])}{ci}"))
+        items.append((number(best["speedup"], 2, TIMES), f"best speed-up: {method_label(best['method'])}{ci}{where}"))
     streaks = [row for row in group if row["mean_streak"] is not None]
     if streaks:
         best = max(streaks, key=lambda row: row["mean_streak"])
-        items.append((number(best["mean_streak"], 2), f"longest mean streak: {method_label(best['method'])}"))
+        items.append((number(best["mean_streak"], 2), f"longest mean streak: {method_label(best['method'])}{where}"))
         items.append((number(best["tau"], 2), "tokens per verifier pass (tau) of the same method"))
     checks = [row["lossless_check"] for row in rows if row["lossless_check"]]
     if checks:
@@ -70,13 +72,18 @@ def headline(rows: Sequence[Row], colours: dict[str, int]) -> str:
         graded = any(row.get("accuracy") for row in group)
         body = [_headline_row(row, colours, bool(fast) and row["speedup"] == max(fast), graded) for row in group]
         head = [*_HEAD, "accuracy"] if graded else _HEAD
-        parts.append(f'<p class="foot"><b>{escape(group_title(group[0]))}</b></p>' + table(head, body))
+        parts.append(group_heading(group) + table(head, body))
     parts.append(
         '<p class="foot">Speed-up: pooled decoding tokens/s over the verifier alone on the same prompts and seeds, '
         "prefill apart; brackets: 95% confidence interval from resampling prompts. The mean streak does not count the "
         "bonus token, tau does. Milliseconds are per round.</p>"
     )
     return section("Results", "All methods decoded every prompt in turn, in the same run.", *parts)
+
+
+def group_heading(group: Sequence[Row]) -> str:
+    """Benchmark, temperature and number of prompts, above what follows."""
+    return f'<h3 class="group">{escape(group_title(group[0]))}</h3>'
 
 
 def _headline_row(row: Row, colours: dict[str, int], best: bool, graded: bool) -> str:
@@ -111,23 +118,23 @@ def _with_interval(value: str, bounds: Sequence[float] | None) -> str:
 
 def position_plots(rows: Sequence[Row], colours: dict[str, int]) -> str:
     """accept_rate@j and survival@j: two plots, since they are two things."""
-    lead = "How far drafts are right, by position in the window. The two curves differ in their denominators."
+    lead = "How far drafts are right, by position in the window. Hollow points rest on fewer than 20 rounds."
     parts = []
     for group in grouped(rows):
         drafting = speculative(group)
         if drafting:
-            note = group_title(group[0])
             parts.append(
-                cards(
+                group_heading(group)
+                + cards(
                     card(
                         "accept_rate@j",
-                        f"Position j accepted, given that 1 to j-1 were. {note}",
+                        "Position j accepted, given that 1 to j-1 were.",
                         _by_position(drafting, colours, "accept_rate", "conditional acceptance rate"),
                     ),
                     card(
                         "survival@j",
-                        f"Positions 1 to j all accepted; its sum is the mean streak. {note}",
-                        _by_position(drafting, colours, "survival", "share of windows"),
+                        "Positions 1 to j all accepted.",
+                        _by_position(drafting, colours, "survival", "share of rounds"),
                     ),
                 )
             )
@@ -149,7 +156,6 @@ def speed_plots(rows: Sequence[Row], colours: dict[str, int]) -> str:
     """Speed-up with whiskers, and where the time of a round goes."""
     parts = []
     for group in grouped(rows):
-        title = group_title(group[0])
         fast = [row for row in group if row["speedup"] is not None]
         bars = [Bar(method_label(r["method"]), r["speedup"], r["speedup_ci"], colours[r["method"]]) for r in fast]
         timed = [row for row in group if row["draft_ms"] is not None]
@@ -161,9 +167,10 @@ def speed_plots(rows: Sequence[Row], colours: dict[str, int]) -> str:
             for row in timed
         ]
         parts.append(
-            cards(
-                card("Speed-up", f"Whiskers: 95% confidence interval. {title}", _speedup_bars(bars)),
-                card("A round, by stage", f"Drafting, verifying, and everything else. {title}", _stage_bars(stacks)),
+            group_heading(group)
+            + cards(
+                card("Speed-up", "Whiskers: 95% confidence interval.", _speedup_bars(bars)),
+                card("A round, by stage", "Drafting, verifying, and everything else.", _stage_bars(stacks)),
             )
         )
     return section("Speed", "Decoding only; prefill and warm-up are left out.", *parts)
@@ -219,11 +226,11 @@ def losslessness(rows: Sequence[Row], explained: Sequence[dict[str, Any]]) -> st
         where = f"prompt {first['prompt_id']}, token {first['position']}" if first else DASH
         body.append(
             f"<tr><td>{escape(method_label(row['method']))}</td><td class=text>{escape(row['benchmark'])}</td>"
-            f"<td>{check['checked']}</td><td>{check['identical']}</td><td>{state}</td>"
-            f"<td class=text>{escape(where)}</td></tr>"
+            f"<td class=text>{escape(where)}</td><td>{check['checked']}</td><td>{check['identical']}</td>"
+            f"<td>{state}</td></tr>"
         )
-    head = ("method", "benchmark", "outputs compared", "identical", "verdict", "first divergence")
-    return section("Losslessness", lead, table(head, body), *(_margins(one) for one in explained))
+    head = ("method", "benchmark", "first divergence", "outputs compared", "identical", "verdict")
+    return section("Losslessness", lead, table(head, body, num_text=3), *(_margins(one) for one in explained))
 
 
 def _margins(found: dict[str, Any]) -> str:

@@ -16,9 +16,15 @@ from specdiff2.evaluation.report_style import card, cards, missing, section
 from specdiff2.evaluation.table import method_label
 
 _MAX_SAMPLES = 2  # prompts shown; the others are in records.jsonl
+_STREAKS = (  # metric, label, colour
+    ("train/streak", "train", 1),
+    ("val/streak", "held-out", 2),
+    ("val/streak_greedy", "held-out, T=0", 3),
+    ("probe/mean_streak", "decoded", 4),
+)
 _GLOSSARY = (
-    ("streak", "Leading draft tokens accepted in a round, without the bonus token. Mean streak: accepted draft tokens / "
-               "rounds."),
+    ("streak", "Leading draft tokens accepted in a round, without the bonus token. Mean streak: accepted draft "
+               "tokens / rounds."),
     ("bonus token", "The token the verifier adds itself after the last accepted draft token."),
     ("tau", "Tokens committed per verifier pass, bonus token included; also called block efficiency. Mean streak + 1, "
             "less the last round of an output where it was cut short."),
@@ -35,7 +41,7 @@ _GLOSSARY = (
 
 def training(runs: Sequence[TrainingRun]) -> str:
     """Loss, streaks, and curves by position on held-out windows; one block per run."""
-    lead = "Streaks here are expected streaks on windows of stored rollouts, not decoded ones."
+    lead = "Streaks on windows of stored rollouts are expected streaks; only a line named decoded was decoded."
     if not runs:
         return section("Training", lead, missing("No training run given: pass its folder to see its curves."))
     return section("Training", lead, *(_training_run(run) for run in runs))
@@ -54,18 +60,14 @@ def _training_run(run: TrainingRun) -> str:
                 _chart([Series("loss", *_xy(loss))], title, "loss per window"),
             )
         )
-    streaks = [
-        Series(label, *_xy(run.curves[key]), colour)
-        for key, label, colour in (
-            ("train/streak", "train", 1),
-            ("val/streak", "held-out", 2),
-            ("val/streak_greedy", "greedy", 3),
-        )
-        if run.curves.get(key)
-    ]
+    streaks = [Series(label, *_xy(run.curves[key]), colour) for key, label, colour in _STREAKS if run.curves.get(key)]
     if streaks:
         note = f"Dashed: {marks[0][1]} starts" if marks else "Expected accepted draft tokens per window"
         items.append(card("Streak", note, _chart(streaks, "streak over training", "tokens per window", marks)))
+    rate = run.curves.get("train/lr")
+    if rate:
+        drawing = _chart([Series("rate", *_xy(rate))], "learning rate", "learning rate", marks)
+        items.append(card("Learning rate", "Of the first parameter group", drawing))
     items += _before_after(run, marks)
     if not items:
         return missing(f"{run.folder}: no training curves in its metrics.")

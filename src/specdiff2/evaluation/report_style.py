@@ -26,11 +26,12 @@ STYLE = """
 * { box-sizing:border-box; }
 body { margin:0; background:var(--page); color:var(--ink); font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
   "Helvetica Neue",Arial,sans-serif; -webkit-text-size-adjust:100%; }
-main { max-width:1120px; margin:0 auto; padding:36px 24px 72px; }
+main { max-width:1200px; margin:0 auto; padding:36px 24px 72px; }
 header h1 { font-size:1.9rem; line-height:1.2; margin:0 0 6px; letter-spacing:-.015em; }
 header p { margin:0; color:var(--muted); overflow-wrap:anywhere; }
 h2 { font-size:1.28rem; margin:48px 0 6px; letter-spacing:-.01em; }
 h3 { font-size:1rem; margin:0 0 2px; }
+h3.group { color:var(--muted); font-size:.95rem; margin:22px 2px 8px; }
 p.lead { margin:0 0 16px; color:var(--muted); max-width:76ch; }
 .tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(150px,1fr)); gap:14px; margin:26px 0 0; }
 .tile,.card { background:var(--card); border:1px solid var(--rule); border-radius:12px; box-shadow:var(--shadow); }
@@ -40,17 +41,18 @@ p.lead { margin:0 0 16px; color:var(--muted); max-width:76ch; }
 .tile span { color:var(--muted); font-size:.86rem; line-height:1.4; display:block; }
 .cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr)); gap:18px; }
 .card { padding:18px 20px; min-width:0; }
-.cards + .cards, .card + .card, .box + .cards, .cards + .box { margin-top:18px; }
+.cards + .cards, .card + .card, .box + .cards, .cards + .box, .box + .box { margin-top:18px; }
 .cards > .card { margin-top:0; }
 .card p.note { color:var(--muted); font-size:.88rem; margin:2px 0 12px; }
 .box { overflow-x:auto; background:var(--card); border:1px solid var(--rule); border-radius:12px;
   box-shadow:var(--shadow);
   -webkit-overflow-scrolling:touch; }
-table { border-collapse:collapse; width:100%; font-size:.92rem; font-variant-numeric:tabular-nums; }
-th,td { padding:10px 14px; text-align:right; white-space:nowrap; border-top:1px solid var(--rule); }
+table { border-collapse:separate; border-spacing:0; width:100%; font-size:.92rem; font-variant-numeric:tabular-nums; }
+th,td { padding:10px 10px; text-align:right; white-space:nowrap; border-top:1px solid var(--rule); }
 thead th { border-top:0; background:var(--head); color:var(--muted); font-weight:600; font-size:.82rem;
-  vertical-align:bottom; }
+  vertical-align:bottom; white-space:normal; line-height:1.35; }
 th:first-child,td:first-child,td.text,th.text { text-align:left; }
+th:first-child,td:first-child { padding-left:16px; } th:last-child,td:last-child { padding-right:16px; }
 td small { display:block; color:var(--muted); font-size:.8rem; }
 tr.best td { font-weight:650; } tr.best td small { font-weight:400; }
 .swatch { display:inline-block; width:11px; height:11px; border-radius:3px; margin-right:9px; vertical-align:-.5px; }
@@ -64,10 +66,12 @@ svg .tick { font-size:12px; font-variant-numeric:tabular-nums; }
 svg .grid { stroke:var(--grid); stroke-width:1; } svg .axis { stroke:var(--axis); stroke-width:1; }
 svg .mark { stroke:var(--axis); stroke-width:1.4; stroke-dasharray:4 4; } svg .mark-label { font-size:12px; }
 svg .line { fill:none; stroke-width:2.4; stroke-linejoin:round; stroke-linecap:round; }
-svg .raw { fill:none; stroke-width:1; opacity:.28; } svg .leader { stroke-width:1; opacity:.55; }
+svg .raw { fill:none; stroke-width:1; opacity:.28; } svg .leader { stroke-width:1; opacity:.6;
+  stroke-dasharray:2 3; }
 svg .point { stroke:var(--card); stroke-width:1.3; } svg .whisker { stroke:var(--ink); stroke-width:1.6; }
 svg .name { font-weight:600; } svg .name.ink { fill:var(--ink); }
 svg .value { font-weight:600; font-variant-numeric:tabular-nums; }
+svg .hollow { fill:var(--card); stroke-width:1.6; }
 svg .inside { fill:var(--inside); font-size:12px; font-weight:600; }
 .s0{stroke:var(--c0)} .s1{stroke:var(--c1)} .s2{stroke:var(--c2)}
 .s3{stroke:var(--c3)} .s4{stroke:var(--c4)} .s5{stroke:var(--c5)}
@@ -77,11 +81,12 @@ svg .f5{fill:var(--c5)}
 .b0{background:var(--c0)} .b1{background:var(--c1)} .b2{background:var(--c2)} .b3{background:var(--c3)}
 .b4{background:var(--c4)} .b5{background:var(--c5)}
 .prompt { color:var(--muted); white-space:pre-wrap; overflow-wrap:anywhere; border-left:3px solid var(--rule);
-  padding:2px 0 2px 14px; margin:0 0 16px; font-size:.94rem; }
+  padding:2px 0 2px 14px; margin:10px 0 16px; font-size:.94rem; }
 .gen { white-space:pre-wrap; overflow-wrap:anywhere; line-height:2; margin:8px 0 0; font-size:.97rem; }
 .acc { background:var(--streak); padding:3px 0; } .round:nth-child(even) .acc { background:var(--streak2); }
 .acc:first-child { border-radius:4px 0 0 4px; padding-left:2px; }
-.bonus { outline:1.5px solid var(--axis); outline-offset:-1px; border-radius:4px; padding:3px 2px; margin:0 1px; }
+.bonus { outline:1.5px solid var(--axis); outline-offset:-1px; border-radius:4px; padding:3px 2px; margin:0 1px;
+  box-decoration-break:clone; -webkit-box-decoration-break:clone; }
 .break { color:var(--muted); font-size:.85em; }
 .key { display:flex; flex-wrap:wrap; gap:6px 20px; color:var(--muted); font-size:.88rem; margin:0 0 14px; }
 .key span { padding:1px 6px; color:var(--ink); }
@@ -94,6 +99,8 @@ pre { overflow-x:auto; margin:10px 0 0; padding:12px 14px; background:var(--head
 details { margin-top:14px; } summary { cursor:pointer; color:var(--accent); }
 summary:focus-visible { outline:2px solid var(--accent); outline-offset:3px; border-radius:4px; }
 @media (max-width:600px) { main { padding:24px 14px 48px; } header h1 { font-size:1.5rem; } .card { padding:14px; }
+  th:first-child,td:first-child { position:sticky; left:0; background:var(--card); }
+  thead th:first-child { background:var(--head); }
   .tiles { grid-template-columns:1fr 1fr; gap:10px; } .tile { padding:12px; } .tile b { font-size:1.3rem; }
   h2 { margin-top:38px; } th,td { padding:9px 11px; } dl { grid-template-columns:1fr; gap:1px; }
   dd { margin-bottom:9px; }

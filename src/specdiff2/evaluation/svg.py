@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH = 480
-FONT = 13
-_CHARACTER = 0.57  # mean width of a character in font sizes; labels get room by this estimate
+FONT = 15  # the largest size the style sheet sets (on phones); room is kept for it everywhere
+_CHARACTER = 0.62  # mean width of a bold character in font sizes; labels get room by this estimate
 
 
 def text_width(text: str, size: float = FONT) -> float:
@@ -57,7 +58,8 @@ def format_number(value: float, step: float | None = None) -> str:
         return f"{value:.3g}"
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     text = f"{value:.{digits}f}"
-    if step * 10**digits % 1 > 1e-9:  # steps of 2.5, 0.25 need one digit more
+    scaled = step * 10**digits
+    if abs(scaled - round(scaled)) > 1e-6:  # steps of 2.5, 0.25 need one digit more
         text = f"{value:.{digits + 1}f}"
     return text.replace("-", "\N{MINUS SIGN}")
 
@@ -113,7 +115,7 @@ class Frame:
         for tick in y_ticks:
             parts.append(line(self.left, self.y(tick), self.right, self.y(tick), "grid"))
             parts.append(text(self.left - 8, self.y(tick) + 4.5, format_number(tick, step_y), "tick", "end"))
-        step_x = x_ticks[1] - x_ticks[0] if len(x_ticks) > 1 else 1.0
+        step_x = min((b - a for a, b in pairwise(x_ticks)), default=None)
         for tick in x_ticks:
             parts.append(line(self.x(tick), self.bottom, self.x(tick), self.bottom + 5, "axis"))
             parts.append(text(self.x(tick), self.bottom + 20, format_number(tick, step_x), "tick", "middle"))

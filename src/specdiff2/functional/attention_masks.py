@@ -35,7 +35,9 @@ def tree_attention_mask(
     return mask.to(device)
 
 
-def left_padding_mask(padding: Int[Tensor, " batch"], length: int, dtype: torch.dtype) -> Float[Tensor, "batch 1 1 length"]:
+def left_padding_mask(
+    padding: Int[Tensor, " batch"], length: int, dtype: torch.dtype
+) -> Float[Tensor, "batch 1 1 length"]:
     """Row r hides its first ``padding[r]`` keys. One row of queries: for steps after the prefill."""
     allowed = torch.arange(length, device=padding.device)[None, :] >= padding[:, None]
     return additive_mask(allowed, dtype)[:, None, None, :]

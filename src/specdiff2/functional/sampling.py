@@ -15,7 +15,9 @@ from specdiff2.types import SamplingParams, SpecDiffError
 _NUCLEUS_GUESSES = (256, 4096)  # a nucleus rarely has more tokens; sorting a 50k vocabulary costs 10x this selection
 
 
-def logits_to_probs(logits: Float[Tensor, "... vocab"], sampling: SamplingParams) -> Float[Tensor, "... vocab"]:
+def logits_to_probs(
+    logits: Float[Tensor, "... vocab"], sampling: SamplingParams, *, out: Float[Tensor, "... vocab"] | None = None
+) -> Float[Tensor, "... vocab"]:
     """``softmax(logits / temperature)``, cut to the top-k, then to the top-p nucleus, then renormalised.
 
     Temperature 0 gives one-hot on the argmax (the first one on ties). Ties at the border of top-k and top-p
@@ -23,11 +25,12 @@ def logits_to_probs(logits: Float[Tensor, "... vocab"], sampling: SamplingParams
 
     Args:
         logits: any float dtype; ``-inf`` marks an impossible token. float64 stays float64, all else is float32.
+        out: memory for the result, of its shape and dtype. Fresh memory for a tree over 50k tokens can cost more
+            than the arithmetic, so decoding uses the same memory every round.
 
     Raises:
         SpecDiffError: a row holds NaN or +inf, or nothing but -inf.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
     peak = logits.amax(dim=-1, keepdim=True)
     if not bool(torch.isfinite(peak).all()):
         bad = peak[~torch.isfinite(peak)][0].item()
@@ -35,14 +38,18 @@ def logits_to_probs(logits: Float[Tensor, "... vocab"], sampling: SamplingParams
             f"logits: the largest value of a row is {bad}, expected a finite number; "
             "check the model's weights and dtype (float32 instead of float16), and that not every token is masked"
         )
+    if out is None:
+        out = torch.empty_like(logits, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
     if sampling.temperature == 0.0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        # max, not argmax: on a CPU it is four times faster for bfloat16
+        return out.zero_().scatter_(-1, logits.max(dim=-1, keepdim=True).indices, 1.0)
     # the peak goes first: dividing by a tiny temperature can overflow and inf - inf would be NaN
-    probs = torch.softmax((logits - peak) / sampling.temperature, dim=-1)
+    probs = out.copy_(logits).sub_(peak).div_(sampling.temperature).exp_()
+    probs.div_(probs.sum(dim=-1, keepdim=True))
     if 0 < sampling.top_k < probs.shape[-1]:
-        probs = _renormalise(probs, _top_k_mask(probs, logits, sampling.top_k))
+        _renormalise(probs, _top_k_mask(probs, logits, sampling.top_k))
     if sampling.top_p < 1.0:
-        probs = _renormalise(probs, _top_p_mask(probs, sampling.top_p))
+        _renormalise(probs, _top_p_mask(probs, sampling.top_p))
     return probs
 
 
@@ -78,6 +85,6 @@ def _largest(
     return above | level
 
 
-def _renormalise(probs: Float[Tensor, "... vocab"], keep: Bool[Tensor, "... vocab"]) -> Float[Tensor, "... vocab"]:
-    kept = probs.masked_fill(~keep, 0.0)
-    return kept / kept.sum(-1, keepdim=True)
+def _renormalise(probs: Float[Tensor, "... vocab"], keep: Bool[Tensor, "... vocab"]) -> None:
+    probs.masked_fill_(~keep, 0.0)
+    probs.div_(probs.sum(dim=-1, keepdim=True))

@@ -41,23 +41,18 @@ def sample_batch(
     if not prompts:
         return []
     device = verifier.device
-    num_rows, width = len(prompts), max(map(len, prompts))
+    num_rows = len(prompts)
     uniforms = torch.rand(
         (num_rows, max_new_tokens), generator=generator, dtype=torch.float64, device=generator.device
     ).to(device)
-    padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    cache, logits, padding = _prefill(verifier, prompts, max_new_tokens)
+    width = cache.length
     # the whole mask once; each step looks at its first columns
     mask = left_padding_mask(padding, width + max_new_tokens, verifier.dtype)
-    cache = PreallocatedCache.allocate(verifier.config, num_rows, width + max_new_tokens, verifier.dtype, device)
     completions: list[list[int]] = [[] for _ in prompts]
     alive = list(range(num_rows))  # alive[i]: the prompt that row i of the tensors belongs to
-
-    positions = (torch.arange(width, device=device)[None] - padding[:, None]).clamp(min=0)
-    causal = left_padded_causal_mask(padding, width, verifier.dtype)
-    logits, _ = verifier.forward(ids, cache=cache, mask=causal, positions=positions, logits_to_keep=1)
     for step in range(max_new_tokens):
-        tokens = draw(logits[:, -1], sampling, uniforms[alive, step])
+        tokens = draw(logits, sampling, uniforms[alive, step])
         drawn = tokens.tolist()
         for row, token in zip(alive, drawn, strict=True):
             completions[row].append(token)
@@ -73,9 +68,32 @@ def sample_batch(
         length = width + step
         logits, _ = verifier.forward(
             tokens[:, None], cache=cache, mask=mask[..., : length + 1],
-            positions=(length - padding)[:, None], logits_to_keep=1,
+            positions=(length - padding)[:, None],
         )
+        logits = logits[:, -1]
     return completions
+
+
+def _prefill(
+    verifier: HFVerifier, prompts: list[list[int]], max_new_tokens: int
+) -> tuple[PreallocatedCache, Float[Tensor, "row vocab"], Int[Tensor, " row"]]:
+    """Cache of all prompts (left-padded), logits after their last token, padding per row.
+
+    A prompt that occurs several times is computed once.
+    """
+    device, dtype = verifier.device, verifier.dtype
+    width = max(map(len, prompts))
+    index = {key: i for i, key in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    padding = torch.tensor([width - len(key) for key in index], device=device)
+    ids = torch.tensor([[0] * (width - len(key)) + list(key) for key in index], device=device)
+    positions = (torch.arange(width, device=device)[None] - padding[:, None]).clamp(min=0)
+    mask = left_padded_causal_mask(padding, width, dtype)
+    cache = PreallocatedCache.allocate(verifier.config, len(index), width + max_new_tokens, dtype, device)
+    logits, _ = verifier.forward(ids, cache=cache, mask=mask, positions=positions, logits_to_keep=1)
+    source = [index[tuple(prompt)] for prompt in prompts]
+    if len(index) < len(prompts):
+        cache.repeat_rows(source)
+    return cache, logits[:, -1][source], padding[source]
 
 
 def surviving_rows(survives: list[bool]) -> list[int]:

@@ -11,6 +11,7 @@ It knows nothing of losses, of acceptance or of files.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ class BlockDrafter(nn.Module):
     """
 
     draft_vocab_ids: Int[Tensor, " draft_vocab"]
+    _draft_index: Int[Tensor, " vocab"]
 
     def __init__(
         self,
@@ -60,8 +62,8 @@ class BlockDrafter(nn.Module):
         self._register_vocab(torch.tensor(ids))
         self.borrowed = BorrowedEmbeddings(verifier.model, self.draft_vocab_ids)
         check_mask_token_id(
-            config.mask_token_id, pad_token_id=verifier.model.config.pad_token_id, eos_ids=verifier.eos_ids,
-            num_embeddings=self.borrowed.num_rows,
+            config.mask_token_id, pad_token_id=getattr(verifier.model.config, "pad_token_id", None),
+            eos_ids=verifier.eos_ids, num_embeddings=self.borrowed.num_rows,
         )
         # "eager" when the verifier runs so; every other implementation cannot take an additive 4D mask
         attn = "eager" if verifier.model.config._attn_implementation == "eager" else "sdpa"
@@ -100,7 +102,8 @@ class BlockDrafter(nn.Module):
             denoising_steps=denoising_steps, vocab_size=verifier.vocab_size, mask_token_id=mask_token_id,
             draft_vocab_ids=None if draft_vocab_ids is None else [int(i) for i in draft_vocab_ids],
             verifier_name=verifier.name, verifier_fingerprint=verifier.fingerprint,
-            tokenizer_fingerprint=tokenizer_fingerprint(verifier.tokenizer), base_config=base_config.to_dict(),
+            tokenizer_fingerprint=tokenizer_fingerprint(verifier.tokenizer),
+            base_config=json.loads(base_config.to_json_string(use_diff=False)),
         )
         drafter = cls(config, verifier, base_config, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
         copy_layers(base, drafter.stack, indices)
@@ -129,8 +132,8 @@ class BlockDrafter(nn.Module):
         """
         gamma = batch.targets.shape[1]
         if batch.num_windows == 0:
-            anchor = sum(parameter.sum() for parameter in self.parameters()) * 0.0
-            return anchor.float() + torch.zeros((0, gamma, len(self.draft_vocab_ids)), device=self.device)
+            tie = torch.stack([parameter.sum() for parameter in self.parameters()]).sum().float() * 0.0
+            return tie + torch.zeros((0, gamma, len(self.draft_vocab_ids)), device=self.device)
         layout = window_layout(
             batch.lengths, batch.window_row, batch.anchor, gamma,
             attention=self.config.attention, shifted=self.config.shifted,
@@ -191,7 +194,7 @@ class BlockDrafter(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockDrafter:
         """Move or cast, except for the rotary frequencies: rounded to bfloat16 they misplace distant tokens."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, exact in self._exact_buffers.items():
             parent, _, leaf = name.rpartition(".")
             setattr(self.stack.get_submodule(parent), leaf, exact.to(self.device))

@@ -106,7 +106,7 @@ class BlockDrafterSession:
         """
         with torch.inference_mode():
             slots = self._slot_embeddings(gamma - 1 if self._shifted else gamma, fixed)
-            hidden = self._run_cached(slots) if self._cache is not None else self._run_whole(slots)
+            hidden = self._run_whole(slots) if self._cache is None else self._run_cached(slots, self._cache)
             return self._drafter.borrowed.logits(hidden)
 
     def _slot_embeddings(self, num_slots: int, fixed: Tensor | None) -> Float[Tensor, "slot hidden"]:
@@ -117,9 +117,11 @@ class BlockDrafterSession:
         ids = self._drafter.draft_vocab_ids[shown.clamp(min=0)]
         return torch.where(shown[:, None] < 0, masks, self._drafter.borrowed.embed(ids, masks.dtype))
 
-    def _run_cached(self, slots: Float[Tensor, "slot hidden"]) -> Float[Tensor, "gamma hidden"]:
+    def _run_cached(
+        self, slots: Float[Tensor, "slot hidden"], cache: PreallocatedCache
+    ) -> Float[Tensor, "gamma hidden"]:
         """One pass over the tokens that are not in the cache yet and the window; the cache keeps the tokens."""
-        cache, num_committed = self._cache, len(self._tokens)
+        num_committed = len(self._tokens)
         if self._shifted and cache.length == num_committed:
             cache.truncate(num_committed - 1)  # the anchor's own output is read: compute it again
         num_cached, num_slots = cache.length, slots.shape[0]

@@ -23,8 +23,8 @@ class BorrowedEmbeddings:
     """
 
     def __init__(self, model: PreTrainedModel, ids: Int[Tensor, " draft_vocab"]) -> None:
-        self._embedding: nn.Module = model.get_input_embeddings()
-        self._head: nn.Module = model.get_output_embeddings()
+        self._embedding: Any = model.get_input_embeddings()
+        self._head: Any = model.get_output_embeddings()
         self._ids = ids.cpu()
         self._cut: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor | None]] = {}
 
@@ -61,11 +61,9 @@ class BorrowedEmbeddings:
             with torch.inference_mode(False), torch.no_grad():
                 ids = self._ids.to(self._head.weight.device)
                 bias = getattr(self._head, "bias", None)
-                found = tuple(
-                    None if tensor is None else tensor.index_select(0, ids).to(device=device, dtype=dtype)
-                    for tensor in (self._head.weight, bias)
-                )
-            self._cut[dtype, device] = found
+                weight = self._head.weight.index_select(0, ids).to(device=device, dtype=dtype)
+                bias = None if bias is None else bias.index_select(0, ids).to(device=device, dtype=dtype)
+            found = self._cut[dtype, device] = (weight, bias)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BorrowedEmbeddings:

@@ -9,6 +9,7 @@ transformers (5.x) offers growing caches with ``crop`` and beam reordering, but 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -53,7 +54,9 @@ class _Layer(CacheLayerMixin):
     def set_storage(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values  # [batch, head, capacity, head_dim]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         start, end = self.num_filled, self.num_filled + key_states.shape[2]
         if end > self.keys.shape[2]:
             raise ValueError(f"the cache holds {self.keys.shape[2]} tokens, got {end}: call reserve({end}) first")
@@ -93,7 +96,8 @@ class PreallocatedCache(Cache):
         shape = (2 * num_layers, batch, num_heads, capacity, head_dim)
         # zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN from old memory is NaN
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
-        super().__init__(layers=[_Layer(self._storage[2 * i], self._storage[2 * i + 1]) for i in range(num_layers)])
+        self._own = [_Layer(self._storage[2 * i], self._storage[2 * i + 1]) for i in range(num_layers)]
+        super().__init__(layers=list(self._own))
 
     @classmethod
     def allocate(
@@ -109,7 +113,7 @@ class PreallocatedCache(Cache):
     @property
     def length(self) -> int:
         """Tokens stored per row."""
-        return int(self.layers[0].num_filled)
+        return self._own[0].num_filled
 
     @property
     def capacity(self) -> int:
@@ -147,9 +151,9 @@ class PreallocatedCache(Cache):
             ValueError: the indices are not increasing inside [prefix_length, length).
         """
         bounds = [prefix_length - 1, *indices, self.length]
-        if prefix_length < 0 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if prefix_length < 0 or any(a >= b for a, b in itertools.pairwise(bounds)):
             raise ValueError(
-                f"gather({prefix_length}, {list(indices)}): expected increasing slots in [{prefix_length}, {self.length})"
+                f"gather({prefix_length}, {list(indices)}): expected increasing slots, each below {self.length}"
             )
         end = prefix_length + len(indices)
         # slots that are already in place (a leading run) need no copy: often the whole path of a single chain
@@ -171,11 +175,18 @@ class PreallocatedCache(Cache):
             storage[:, target, :, :length] = self._storage[:, :, :, :length].index_select(1, source)
         self._set_storage(storage)
 
+    def repeat_rows(self, rows: Sequence[int]) -> None:
+        """Row i becomes a copy of row ``rows[i]``; the batch may grow (several completions of one prompt)."""
+        old, length = self._storage, self.length
+        new = torch.zeros((old.shape[0], len(rows), *old.shape[2:]), dtype=old.dtype, device=old.device)
+        new[:, :, :, :length] = old[:, :, :, :length].index_select(1, torch.tensor(rows, device=old.device))
+        self._set_storage(new)
+
     def _set_length(self, length: int) -> None:
-        for layer in self.layers:
+        for layer in self._own:
             layer.num_filled = length
 
     def _set_storage(self, storage: Tensor) -> None:
         self._storage = storage
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._own):
             layer.set_storage(storage[2 * i], storage[2 * i + 1])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -22,11 +22,13 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from specdiff2.models.kv_cache import PreallocatedCache, check_full_attention
 from specdiff2.types import ConfigError
 
+Stack: TypeAlias = Any  # a PreTrainedModel with layers, norm and rotary_emb, which transformers does not type
+
 # model types whose layer is x += attention(norm(x)); x += mlp(norm(x)), with position embeddings computed once
 PLAIN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
-def base_of(model: PreTrainedModel) -> PreTrainedModel:
+def base_of(model: PreTrainedModel) -> Stack:
     """The decoder below the head.
 
     Raises:
@@ -65,7 +67,7 @@ def stack_config(config: PreTrainedConfig, indices: list[int]) -> PreTrainedConf
     return config
 
 
-def build_stack(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
+def build_stack(config: PreTrainedConfig, attn_implementation: str) -> Stack:
     """Untrained float32 layers for ``config``, to be overwritten. Leaves the global RNG untouched."""
     with torch.random.fork_rng(devices=[]):
         stack = AutoModel.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
@@ -73,7 +75,7 @@ def build_stack(config: PreTrainedConfig, attn_implementation: str) -> PreTraine
     return stack
 
 
-def copy_layers(source: PreTrainedModel, target: PreTrainedModel, indices: list[int]) -> None:
+def copy_layers(source: Stack, target: Stack, indices: list[int]) -> None:
     """Start ``target``'s layers from ``source``'s layers ``indices``, and its final norm from the source's."""
     for layer, index in zip(target.layers, indices, strict=True):
         layer.load_state_dict(source.layers[index].state_dict())
@@ -81,7 +83,7 @@ def copy_layers(source: PreTrainedModel, target: PreTrainedModel, indices: list[
 
 
 def run_stack(
-    stack: PreTrainedModel,
+    stack: Stack,
     embeddings: Float[Tensor, "row column hidden"],
     mask: Tensor,
     position_ids: Int[Tensor, "row column"],
@@ -97,7 +99,7 @@ def run_stack(
 
 
 def run_generic(
-    stack: PreTrainedModel, embeddings: Tensor, mask: Tensor, position_ids: Tensor, read_index: Tensor,
+    stack: Stack, embeddings: Tensor, mask: Tensor, position_ids: Tensor, read_index: Tensor,
     cache: PreallocatedCache | None = None,
 ) -> Tensor:
     output = stack(
@@ -108,7 +110,7 @@ def run_generic(
 
 
 def run_plain(
-    stack: PreTrainedModel, embeddings: Tensor, mask: Tensor, position_ids: Tensor, read_index: Tensor,
+    stack: Stack, embeddings: Tensor, mask: Tensor, position_ids: Tensor, read_index: Tensor,
     cache: PreallocatedCache | None = None,
 ) -> Tensor:
     rotary = stack.rotary_emb(embeddings, position_ids)

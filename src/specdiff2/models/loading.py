@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from specdiff2.models.dtypes import pick_device, pick_dtype
 from specdiff2.models.wheel_checkpoint import WHEEL_PREFIX, converted_folder, find_wheel_gguf
@@ -43,7 +44,7 @@ def load_model_and_tokenizer(
     options = {"revision": revision if not is_local else None, "local_files_only": is_local, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch_dtype, attn_implementation=attn_implementation, output_loading_info=True, **options
         )
     except SafetensorError as error:
@@ -52,6 +53,7 @@ def load_model_and_tokenizer(
         raise CorruptFileError(f"{source}: a JSON file is damaged ({error}); fetch the model again") from error
     except OSError as error:
         raise ConfigError(f"{source}: cannot load the model or its tokenizer: {error}\n{_remedy(folder)}") from error
+    model, info = loaded
     if info["missing_keys"]:
         raise CorruptFileError(
             f"{source}: the checkpoint lacks {sorted(info['missing_keys'])[:3]}, which would be random; fetch it again"
@@ -76,11 +78,13 @@ def resolve_source(
         return str(converted_folder(path, cache_dir))
     if path.is_dir():
         return str(converted_folder(path / gguf_file, cache_dir)) if gguf_file else str(path)
-    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
-        raise ConfigError(f"{text}: no such folder; expected a model folder, a .gguf file, wheel:NAME or a hub id owner/name")
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+        raise ConfigError(
+            f"{text}: no such folder; expected a model folder, a .gguf file, wheel:NAME or a hub id like owner/name"
+        )
     if gguf_file:
         try:
-            return str(converted_folder(Path(cached_file(text, gguf_file, revision=revision)), cache_dir))
+            return str(converted_folder(Path(str(cached_file(text, gguf_file, revision=revision))), cache_dir))
         except OSError as error:
             raise ConfigError(f"{text}: cannot get {gguf_file}: {error}\n{_remedy(text)}") from error
     return text

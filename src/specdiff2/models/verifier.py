@@ -63,7 +63,7 @@ class HFVerifier:
         check_full_attention(model.config)
         arguments = inspect.signature(model.forward).parameters
         if "position_ids" not in arguments:
-            raise ConfigError(f"{type(model).__name__} takes no position_ids: tree nodes cannot be placed; use another model")
+            raise ConfigError(f"{type(model).__name__} takes no position_ids: a tree needs them; use another model")
         # renamed from past_key_values during transformers 5.x
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
         rows = head_rows(model)
@@ -183,7 +183,10 @@ class HFVerifier:
         positions: Int[Tensor, "batch query"] | None = None,
         logits_to_keep: int | Tensor = 0,
     ) -> tuple[Float[Tensor, "batch query vocab"], Tensor | None]:
-        """One forward pass: (logits of real tokens, last hidden states or None). ``logits_to_keep``: the last n, 0 for all, or indices."""
+        """One forward pass: (logits of real tokens, last hidden states or None).
+
+        ``logits_to_keep``: the last n positions, 0 for all, or their indices.
+        """
         output = self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache is not None,
             logits_to_keep=logits_to_keep, output_hidden_states=self.output_features, return_dict=True,
@@ -193,7 +196,7 @@ class HFVerifier:
         return output.logits[..., : self.vocab_size], hidden
 
     def check_prompt(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        """Raises ConfigError: empty prompt, an id outside the vocabulary, no tokens asked for, or beyond the context."""
+        """Raises ConfigError: empty prompt, an id outside the vocabulary, max_new_tokens < 1, or beyond the context."""
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: expected at least 1")
         if len(prompt) == 0:

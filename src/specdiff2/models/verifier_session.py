@@ -56,7 +56,7 @@ class HFVerifierSession:
             ValueError: the root of the tree is not the last committed token.
         """
         if tree.tokens[0] != self._tokens[-1]:
-            raise ValueError(f"root of the tree is {tree.tokens[0]}: expected the last committed token {self._tokens[-1]}")
+            raise ValueError(f"tree root is {tree.tokens[0]}: expected {self._tokens[-1]}, the last committed token")
         num_cached, num_nodes = len(self._tokens) - 1, tree.num_nodes
         self.cache.truncate(num_cached)  # drops the nodes of an earlier score() that was never committed
         self.cache.reserve(num_cached + num_nodes)

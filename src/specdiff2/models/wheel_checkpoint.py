@@ -15,10 +15,12 @@ import importlib.util
 import json
 import os
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specdiff2.types import ConfigError, CorruptFileError
@@ -71,7 +73,7 @@ def converted_folder(gguf: Path, cache_dir: str | Path | None = None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=root))
     except OSError as error:
-        raise ConfigError(f"{root}: cannot write the model cache ({error}); set SPECDIFF2_CACHE or cache_dir") from error
+        raise ConfigError(f"{root}: cannot write the model cache ({error}); set SPECDIFF2_CACHE") from error
     try:
         _convert(gguf, staging)
         facts = {"source": gguf.name, "sha256": digest, "bytes": gguf.stat().st_size, "converter": CONVERTER_VERSION}
@@ -97,7 +99,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         packed = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    except (ValueError, IndexError, EOFError) as error:  # what the gguf reader raises on cut files
+    except (ValueError, IndexError, EOFError, struct.error) as error:  # what the gguf reader raises on cut files
         raise CorruptFileError(f"{gguf}: cannot be read as a GGUF model ({error}); fetch it again") from error
     # a model that remembers its GGUF origin refuses save_pretrained, so its weights move to a fresh one
     values = packed.config.to_dict()
@@ -105,8 +107,11 @@ def _convert(gguf: Path, folder: Path) -> None:
         values.pop(key, None)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.float32)
     model.load_state_dict(packed.state_dict(), strict=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:  # a full disk comes as either
+        raise ConfigError(f"{folder.parent}: cannot write the converted model ({error}); free some space") from error
 
 
 def _sha256(path: Path) -> str:

@@ -48,14 +48,18 @@ class ObjectiveSchedule:
         """One objective from the first step to the last."""
         return cls([Stage(objective)])
 
-    def stage_at(self, step: int) -> Stage:
-        """The stage that optimizer step ``step`` belongs to; the last stage has no end."""
+    def index_at(self, step: int) -> int:
+        """Index of the stage that optimizer step ``step`` belongs to; the last stage has no end."""
         end = 0
-        for stage in self.stages[:-1]:
+        for index, stage in enumerate(self.stages[:-1]):
             end += stage.steps or 0
             if step < end:
-                return stage
-        return self.stages[-1]
+                return index
+        return len(self.stages) - 1
+
+    def stage_at(self, step: int) -> Stage:
+        """The stage that optimizer step ``step`` belongs to."""
+        return self.stages[self.index_at(step)]
 
     @property
     def warmup_steps(self) -> int:

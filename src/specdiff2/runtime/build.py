@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdiff2.models.dtypes import pick_dtype
 from specdiff2.runtime.config_schema import unknown_key, validate
+from specdiff2.runtime.logging import quiet_libraries
 from specdiff2.runtime.provenance import write_run_json
 from specdiff2.runtime.seeding import seed_everything, set_threads
 from specdiff2.runtime.sweep_callback import fingerprint, finish_sweep, is_done
@@ -106,7 +106,7 @@ def run_entry_point(main: Callable[[], Any], config_dir: Path) -> None:
     Anything else is a bug here and keeps its traceback.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra would swallow the exception and exit on its own
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet_libraries()
     try:
         main()
     except (SpecDiffError, HydraException, OmegaConfBaseException) as error:
@@ -134,7 +134,7 @@ def _clear_composition_error(error: Exception, config_dir: Path) -> Exception:
     text = str(error)
     found = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
     if found is None or not isinstance(error, ConfigCompositionException | OmegaConfBaseException):
-        return ConfigError(text.strip())
+        return ConfigError(text.split("\nConfig search path:")[0].strip())
     full = re.search(r"full_key: (\S+)", str(error.__cause__ or text))
     key = full.group(1) if full else found.group(1)
     return unknown_key(found.group(1) if "." in found.group(1) else key, _known_keys(config_dir))

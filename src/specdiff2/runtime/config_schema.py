@@ -164,7 +164,12 @@ def _check_call(call: Callable[..., Any], node: Node, key: str, *, required: boo
 def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
     """The error for a key that nothing reads, with the nearest one that something does."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+    if not near:  # the right name without its section: gama -> sampler.gamma
+        leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
+        near = [leaves[leaf] for leaf in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.7)]
+    section = key.rpartition(".")[0]
+    siblings = sorted(name for name in known if name.rpartition(".")[0] == section)
+    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(siblings)}"
     return ConfigError(f"unknown setting {key!r}; {hint}")
 
 
@@ -210,7 +215,7 @@ def _check_range(value: Any, key: str) -> None:
         raise ConfigError(f"{key}={value!r}: expected a finite number")
     leaf = key.rsplit(".", 1)[-1]
     if leaf in MINIMUM and value < MINIMUM[leaf]:
-        raise ConfigError(f"{key}={value!r}: expected a number >= {MINIMUM[leaf]}")
+        raise ConfigError(f"{key}={value!r}: expected a number >= {MINIMUM[leaf]:g}")
 
 
 def _matches(expected: Any, value: Any) -> bool:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.evaluation.benchmark import Benchmark
+from specdiff2.evaluation.divergence import explain_divergences
 from specdiff2.evaluation.metrics import write_summary
-from specdiff2.evaluation.records import RECORDS_FILE
+from specdiff2.evaluation.records import RECORDS_FILE, read_records
 from specdiff2.evaluation.report import write_report
 from specdiff2.evaluation.table import plain_table
-from specdiff2.models.pretrained import load_drafter
+from specdiff2.models.pretrained import load_drafter, read_training_info
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.protocols import Decoder, Drafter
 from specdiff2.rng import TorchRandomSource
@@ -46,10 +47,18 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
     if sources is None:
         show(config, verifier, decoders)
         return
-    run_benchmarks(config, verifier, sources, decoders, folder)
+    records = read_records(run_benchmarks(config, verifier, sources, decoders, folder))
+    if config["baseline"] and verifier.sampling.temperature == 0:
+        explain_divergences(verifier, records, folder)  # bf16 near-ties: how near, and how many
     summary = write_summary(folder)
-    report = write_report(folder)
+    report = write_report([folder, *training_runs(samplers.values())])
     print(f"\n{plain_table(summary['rows'])}\n\nreport: {report}")
+
+
+def training_runs(samplers: Iterable[SamplerSettings]) -> list[Path]:
+    """Run folders the drafters came from, as far as they are still there: the report shows their curves."""
+    trained = [read_training_info(s.drafter).get("run") for s in samplers if s.drafter != UNTRAINED]
+    return [Path(run) for run in dict.fromkeys(trained) if run and (Path(run) / "metrics.csv").is_file()]
 
 
 def require_drafter(drafter: str) -> None:
@@ -63,6 +72,8 @@ def require_drafter(drafter: str) -> None:
             f"drafter={drafter!r}: no such folder; train one with `python train.py` (about 15 minutes on 2 cores) or "
             f"`make demo`, name another folder, or use drafter={UNTRAINED} for the verifier's layers as copied"
         )
+    if drafter != UNTRAINED:
+        read_training_info(drafter)  # refuses a damaged config before the verifier loads
 
 
 def named_sources(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,18 +107,25 @@ def run_benchmarks(
     sources: Mapping[str, Any],
     decoders: Mapping[str, Decoder],
     folder: Path,
-) -> None:
+) -> Path:
     """Records of every benchmark in ``folder/records.jsonl``; several are measured in folders of their own first."""
     encoder = ChatEncoder(verifier.tokenizer)
     paths = []
     for name, prompts in sources.items():
         benchmark = Benchmark(
-            prompts, encoder, decoders, benchmark_name=name, max_new_tokens=config["max_new_tokens"], seed=config["seed"],
-            num_warmup=config["num_warmup"], stop_strings=config["stop"],
-        )  # fmt: skip
+            prompts,
+            encoder,
+            decoders,
+            benchmark_name=name,
+            max_new_tokens=config["max_new_tokens"],
+            seed=config["seed"],
+            num_warmup=config["num_warmup"],
+            stop_strings=config["stop"],
+        )
         paths.append(benchmark.run(folder if len(sources) == 1 else folder / "benchmarks" / name))
     if len(sources) > 1:
         (folder / RECORDS_FILE).write_bytes(b"".join(path.read_bytes() for path in paths))
+    return folder / RECORDS_FILE
 
 
 def show(config: Mapping[str, Any], verifier: HFVerifier, decoders: dict[str, Decoder]) -> None:

@@ -17,7 +17,7 @@ def seed_everything(seed: int) -> None:
 
 
 def set_threads(threads: int | None) -> int:
-    """Use ``threads`` CPU threads; None leaves torch's choice (``OMP_NUM_THREADS``, else all cores). Returns the number."""
+    """Use ``threads`` CPU threads; None leaves torch's choice (``OMP_NUM_THREADS``, else all cores)."""
     if threads is not None:
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -16,8 +16,10 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from specdiff2.evaluation.sweep import merge_jobs
 from specdiff2.runtime.provenance import write_json
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ class SweepCallback(Callback):
             status["error"] = f"{type(error).__name__}: {error}"
             text = "".join(traceback.format_exception(error))
             (folder / "traceback.txt").write_text(text, encoding="utf-8")
-            log.error("%s failed: %s", folder, error)
+            if config.hydra.mode == RunMode.MULTIRUN:  # a single run ends with this message anyway
+                log.error("%s failed: %s", folder, error)
         else:
             (folder / "traceback.txt").unlink(missing_ok=True)  # from an earlier try
         write_json(folder / STATUS_FILE, status)
@@ -76,17 +79,15 @@ def finish_sweep() -> None:
     files = sorted(folder.glob(f"*/{STATUS_FILE}"))
     states = {path.parent: json.loads(path.read_text(encoding="utf-8")) for path in files}
     failed = [job for job, state in states.items() if state["status"] != "done"]
-    if any((job / "summary.json").is_file() for job in states):
-        from specdiff2.evaluation.sweep import merge_jobs
-
+    if any((job / "summary.json").is_file() for job in states):  # evaluations; it lists what failed too
         print(merge_jobs(folder))
-    for job in failed:
-        print(f"{job}: {states[job]['status']}: {states[job].get('error', 'it did not finish')}")
+    else:
+        for job, state in states.items():
+            print(f"{job}: {state['status']} {state.get('error', '')}".rstrip())
     if failed:
         run_id = "/".join(folder.parts[-2:])
-        print(
-            f"{len(states) - len(failed)} of {len(states)} jobs done; add run_id={run_id} to the command to run the others"
-        )
+        num_done = len(states) - len(failed)
+        print(f"{num_done} of {len(states)} jobs done; add run_id={run_id} to the command to run the others")
 
 
 def _status(state: str, config: DictConfig) -> dict[str, Any]:

@@ -54,8 +54,9 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         refresh_every_n_steps=config["data"]["refresh_every_n_steps"] if online else 0,
     )
     callbacks = build_callbacks(config, verifier, folder)
+    loggers = [instantiate(node) for node in config["logger"].values() if node is not None]
     trainer = instantiate(
-        config["trainer"], callbacks=callbacks, logger=[instantiate(node) for node in config["logger"].values() if node],
+        config["trainer"], callbacks=callbacks, logger=loggers,
         default_root_dir=str(folder),
     )  # fmt: skip
     with clear_disk_errors(folder):
@@ -129,7 +130,7 @@ def build_callbacks(config: Mapping[str, Any], verifier: HFVerifier, folder: Pat
         "decoding_probe": lambda make: make(
             probe_prompts(config, verifier), make_decoder=partial(probe_decoder, verifier)
         ),
-        "drafter_export": lambda make: make(save_drafter=partial(save_drafter, extra={"run": str(folder)})),
+        "drafter_export": lambda make: make(save_drafter=partial(export_drafter, folder)),
     }
     callbacks = []
     for name, node in config["callbacks"].items():
@@ -137,6 +138,11 @@ def build_callbacks(config: Mapping[str, Any], verifier: HFVerifier, folder: Pat
             built = instantiate(node)
             callbacks.append(extra[name](built) if name in extra else built)
     return callbacks
+
+
+def export_drafter(run: Path, drafter: Any, folder: Path, facts: Mapping[str, Any]) -> None:
+    """Save with the run it comes from, so that reports find the training curves."""
+    save_drafter(drafter, folder, {"run": str(run), **facts})
 
 
 def probe_decoder(verifier: HFVerifier, drafter: Any) -> Any:

@@ -10,6 +10,7 @@ The verifier stays outside module registration: it is in no state_dict and no op
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from specdiff2.protocols import Objective
 from specdiff2.training.checkpointing import TrainableOnlyState, signature_of, verify_signature
 from specdiff2.training.optim import OptimizerFactory, SchedulerFactory, parameter_groups
 from specdiff2.training.window_mean import WindowTotals, divide_gradients
-from specdiff2.types import ConfigError, ObjectiveOutput, SamplingParams, WindowBatch
+from specdiff2.types import ConfigError, ObjectiveOutput, SamplingParams, SpecDiffError, WindowBatch
 
 
 class Teacher(Protocol):
@@ -107,9 +108,6 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
             self.verifier.model.eval()
         return self
 
-    def transfer_batch_to_device(self, batch: WindowBatch, device: torch.device, dataloader_idx: int) -> WindowBatch:
-        return batch.to(device)
-
     # -- one micro-batch ----------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: WindowBatch, batch_idx: int) -> None:
@@ -161,11 +159,17 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         """Runs after backward and before clipping: turn the sum over windows into the mean over all of them."""
         elapsed_s = time.perf_counter() - self._group_started_s
         totals = self.totals.take(self.trainer.strategy, self.device)
+        if not math.isfinite(totals.loss_sum):  # before the step: parameters and earlier checkpoints stay usable
+            raise SpecDiffError(
+                f"train/loss={totals.loss_sum} at step {self.global_step}: expected a finite number; training "
+                "diverged: lower the learning rate and resume from the last checkpoint"
+            )
         divide_gradients(optimizer, totals.num_windows)
         self.num_windows_seen += totals.num_windows
         metrics = totals.metrics()
         if self.schedule.stage_at(self.global_step).objective.masking != "full":
             metrics.pop("train/streak", None)
+        metrics["train/stage"] = float(self.schedule.index_at(self.global_step))
         metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         metrics["train/windows_per_s"] = totals.num_windows / elapsed_s
         self.log_dict(metrics)

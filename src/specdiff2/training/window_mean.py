@@ -52,13 +52,15 @@ class WindowTotals:
         # kept as tensors: one transfer to the host per optimizer step, not one per micro-batch
         streak = output.streak
         self._rows.append(
-            torch.stack([
-                output.loss_sum.detach().double(),
-                output.num_windows.double(),
-                streak.double().sum(),
-                torch.tensor(float(len(streak)), device=streak.device, dtype=torch.float64),
-                (output.num_windows == 0).double(),
-            ])
+            torch.stack(
+                [
+                    output.loss_sum.detach().double(),
+                    output.num_windows.double(),
+                    streak.double().sum(),
+                    torch.tensor(float(len(streak)), device=streak.device, dtype=torch.float64),
+                    (output.num_windows == 0).double(),
+                ]
+            )
         )
 
     def add_empty(self) -> None:

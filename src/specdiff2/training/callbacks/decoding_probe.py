@@ -51,9 +51,7 @@ class DecodingProbe(pl.Callback):
         self._make_decoder, self._max_new_tokens, self._seed = make_decoder, max_new_tokens, seed
         self._trigger = StepTrigger("decoding probe", every_n_steps)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._trigger.due(trainer.global_step) and trainer.is_global_zero:
             metrics = self.probe(pl_module.drafter)
             self.history.append({"step": trainer.global_step, **metrics})

@@ -52,9 +52,7 @@ class DrafterExport(pl.Callback):
         if self._source is None:
             raise ConfigError("drafter export: no StreakMonitor before it: list the StreakMonitor first in callbacks")
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, warmup_steps = trainer.global_step, pl_module.schedule.warmup_steps
         if warmup_steps and step == warmup_steps and not self._exported_before:
             self._exported_before = True
@@ -88,8 +86,8 @@ class DrafterExport(pl.Callback):
     def _export(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:
         if not trainer.is_global_zero:
             return
-        step = trainer.global_step
-        facts: dict[str, Any] = {"step": step, "objective": repr(pl_module.schedule.stage_at(max(0, step - 1)).objective)}
+        stage = pl_module.schedule.stage_at(max(0, trainer.global_step - 1))
+        facts: dict[str, Any] = {"step": trainer.global_step, "objective": repr(stage.objective)}
         if name == "best":
             facts[self.monitor] = self.best_value
         self._save_drafter(pl_module.drafter, self.folder / name, facts)

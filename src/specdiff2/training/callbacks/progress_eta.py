@@ -34,9 +34,7 @@ class ProgressEta(pl.Callback):
             dynamic_ncols=True,
         )
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._trigger.due(trainer.global_step):
             return
         self._bar.set_description(pl_module.schedule.stage_at(trainer.global_step - 1).label, refresh=False)

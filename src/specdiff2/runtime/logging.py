@@ -1,0 +1,22 @@
+"""What the terminal shows: our own lines and progress bars, warnings of libraries, not their advertisements."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+# expected here, so not worth a line: (reason, start of the message)
+_EXPECTED = (
+    ("held-out windows are the StreakMonitor's business", "You passed in a `val_dataloader`"),
+    ("the run folder is meant to hold checkpoints too", "Checkpoint directory"),
+    ("rollouts are read from memory", "The 'train_dataloader' does not have many workers"),
+)
+
+
+def quiet_libraries() -> None:
+    """Silence progress notes of libraries; errors and unexpected warnings stay."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for _, message in _EXPECTED:
+        warnings.filterwarnings("ignore", message=message.replace("(", r"\("))
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,117 @@
+"""PreallocatedCache against plain tensor operations."""
+
+import pytest
+import torch
+from helpers import tiny_llama
+from transformers import MistralConfig, Qwen2Config
+
+from specdiff2.models.kv_cache import PreallocatedCache
+from specdiff2.types import ConfigError
+
+
+def filled(batch: int = 2, length: int = 10, capacity: int = 16) -> tuple[PreallocatedCache, list[torch.Tensor]]:
+    cache = PreallocatedCache(3, batch, 2, capacity, 4, torch.float32, "cpu")
+    keys = [torch.randn(batch, 2, length, 4) for _ in range(3)]
+    for layer, key in enumerate(keys):
+        cache.update(key, -key, layer)
+    return cache, keys
+
+
+def contents(cache: PreallocatedCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    stored = cache.layers[layer]
+    return stored.keys[:, :, : cache.length], stored.values[:, :, : cache.length]
+
+
+def assert_holds(cache: PreallocatedCache, expected: list[torch.Tensor]) -> None:
+    for layer, want in enumerate(expected):
+        keys, values = contents(cache, layer)
+        assert torch.equal(keys, want)
+        assert torch.equal(values, -want)
+
+
+def test_update_writes_in_place_and_returns_views():
+    cache, keys = filled()
+    storage = cache._storage.data_ptr()
+    more = torch.randn(2, 2, 3, 4)
+    got, _ = cache.update(more, -more, 0)
+    assert torch.equal(got, torch.cat([keys[0], more], dim=2))
+    assert cache._storage.data_ptr() == storage
+    assert got.data_ptr() == cache.layers[0].keys.data_ptr()
+
+
+def test_overflow_raises_naming_the_size():
+    cache, _ = filled(capacity=11)
+    with pytest.raises(ValueError, match="holds 11 tokens, got 12"):
+        cache.update(torch.zeros(2, 2, 2, 4), torch.zeros(2, 2, 2, 4), 0)
+
+
+def test_reserve_keeps_content():
+    cache, keys = filled()
+    cache.reserve(8)
+    assert cache.capacity == 16
+    cache.reserve(40)
+    assert cache.capacity >= 40
+    assert_holds(cache, keys)
+
+
+def test_truncate():
+    cache, keys = filled()
+    cache.truncate(4)
+    assert cache.length == 4
+    assert_holds(cache, [key[:, :, :4] for key in keys])
+    with pytest.raises(ValueError, match="truncate"):
+        cache.truncate(5)
+
+
+@pytest.mark.parametrize("slots", [[], [4], [4, 5], [9], [4, 6, 9], [5, 7], [4, 5, 6, 7, 8, 9]])
+def test_gather_keeps_prefix_and_slots(slots: list[int]):
+    cache, keys = filled()
+    cache.gather(4, slots)
+    assert cache.length == 4 + len(slots)
+    assert_holds(cache, [key[:, :, [0, 1, 2, 3, *slots]] for key in keys])
+
+
+@pytest.mark.parametrize(("prefix", "slots"), [(4, [3]), (4, [6, 5]), (4, [5, 5]), (4, [10]), (-1, [])])
+def test_gather_refuses_bad_slots(prefix: int, slots: list[int]):
+    cache, _ = filled()
+    with pytest.raises(ValueError, match="gather"):
+        cache.gather(prefix, slots)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 3, 2], [3, 1], [2], [1, 0, 3]])
+def test_keep_rows(rows: list[int]):
+    cache, keys = filled(batch=4)
+    cache.keep_rows(rows)
+    assert cache.batch == len(rows)
+    assert_holds(cache, [key[rows] for key in keys])
+
+
+def test_repeat_rows_may_grow_the_batch():
+    cache, keys = filled(batch=2)
+    cache.repeat_rows([1, 0, 1])
+    assert_holds(cache, [key[[1, 0, 1]] for key in keys])
+    assert cache.capacity == 16
+
+
+def test_allocate_takes_shapes_from_the_config():
+    model = tiny_llama()
+    cache = PreallocatedCache.allocate(model.config, 3, 20, torch.float32)
+    assert (len(cache), cache.batch, cache.capacity, cache.length) == (2, 3, 20, 0)
+    assert cache.layers[0].keys.shape == (3, 2, 20, 8)
+    with torch.no_grad():
+        model(torch.zeros(3, 5, dtype=torch.long), past_key_values=cache)
+    assert cache.length == 5
+
+
+def test_sliding_window_is_refused_naming_the_cache():
+    """Case 15."""
+    for config in (
+        MistralConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, sliding_window=8),
+        Qwen2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                    use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    ):
+        with pytest.raises(ConfigError, match=r"PreallocatedCache cannot serve.*sliding"):
+            PreallocatedCache.allocate(config, 1, 8, torch.float32)
+    full = Qwen2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                       use_sliding_window=False, sliding_window=8)
+    PreallocatedCache.allocate(full, 1, 8, torch.float32)

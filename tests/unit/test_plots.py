@@ -1,0 +1,141 @@
+"""Charts are well-formed SVG, hold their marks, and never draw NaN."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from specdiff2.evaluation import svg
+from specdiff2.evaluation.plots import Bar, Series, StackedBar, bar_chart, line_chart, spread, stacked_bars
+
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+LABELS = {"label": "a chart", "x_label": "position j", "y_label": "rate"}
+
+
+def parse(drawing: str) -> ElementTree.Element:
+    root = ElementTree.fromstring(drawing)
+    assert root.tag == f"{NAMESPACE}svg"
+    assert root.get("role") == "img"
+    assert "nan" not in drawing.lower()
+    assert "inf" not in drawing.lower().replace("infinity", "inf")
+    return root
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return ["".join(node.itertext()) for node in root.iter(f"{NAMESPACE}text")]
+
+
+def count(root: ElementTree.Element, tag: str, css: str) -> int:
+    return sum(css in (node.get("class") or "").split() for node in root.iter(f"{NAMESPACE}{tag}"))
+
+
+def test_line_chart_has_marks_axes_and_labels() -> None:
+    root = parse(
+        line_chart(
+            [Series("before <1>", [1, 2, 3], [0.4, 0.3, None], 1), Series("after", [1, 2, 3], [0.7, 0.6, 0.5], 2)],
+            y_range=(0.0, 1.0),
+            integer_x=True,
+            **LABELS,
+        )
+    )
+    assert count(root, "circle", "point") == 2  # the gap has no mark
+    assert count(root, "polygon", "point") == 3
+    assert count(root, "path", "line") == 2
+    written = texts(root)
+    assert {"position j", "rate", "before <1>", "after", "1", "2", "3", "0.0", "1.0"} <= set(written)
+
+
+def test_line_breaks_at_a_gap() -> None:
+    drawing = line_chart([Series("a", [1, 2, 3, 4], [0.1, None, 0.3, 0.4])], **LABELS)
+    path = next(node for node in parse(drawing).iter(f"{NAMESPACE}path"))
+    assert (path.get("d") or "").count("M") == 2
+
+
+def test_few_observations_are_hollow() -> None:
+    root = parse(line_chart([Series("a", [1, 2, 3], [0.1, 0.2, 0.3], 1, [100, 20, 19])], **LABELS))
+    assert count(root, "circle", "point") == 2
+    assert count(root, "circle", "hollow") == 1
+    assert "from 19 observations" in "".join(root.itertext())
+
+
+def test_long_curve_is_smoothed_over_its_raw_line() -> None:
+    steps = list(range(200))
+    root = parse(line_chart([Series("loss", steps, [math.sin(s) for s in steps])], marks=[(100, "streak")], **LABELS))
+    assert count(root, "path", "raw") == 1
+    assert count(root, "path", "line") == 1
+    assert count(root, "circle", "point") == 0
+    assert count(root, "line", "mark") == 1
+    assert "streak" in texts(root)
+
+
+@pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e6, 3e6], [-3.0, -2.0]])
+def test_line_chart_survives_any_range(values: list[float]) -> None:
+    root = parse(line_chart([Series("a", list(range(len(values))), values)], **LABELS))
+    assert count(root, "circle", "point") == len(values)
+
+
+def test_marks_stay_inside_the_drawing() -> None:
+    root = parse(line_chart([Series("a", [1, 4, 8], [1.0, 1.5, 2.0])], x_ticks=[1, 4, 8], from_zero=True, **LABELS))
+    for node in root.iter(f"{NAMESPACE}circle"):
+        assert 0 <= float(node.get("cx") or -1) <= svg.WIDTH
+        assert 0 <= float(node.get("cy") or -1) <= 300
+    assert {"1", "4", "8"} <= set(texts(root))
+
+
+def test_bar_chart_with_whiskers() -> None:
+    root = parse(
+        bar_chart([Bar("base", 1.0, None, 0), Bar("a & b", 1.5, [1.4, 1.7], 1)], label="s", x_label="x", reference=1.0)
+    )
+    assert count(root, "rect", "bar") == 2
+    assert count(root, "line", "whisker") == 3
+    assert count(root, "line", "mark") == 1
+    assert {"base", "a & b", "1.50"} <= set(texts(root))
+    widths = [float(node.get("width") or 0) for node in root.iter(f"{NAMESPACE}rect")]
+    assert widths[1] / widths[0] == pytest.approx(1.5, rel=0.01)
+
+
+def test_stacked_bars() -> None:
+    bars = [
+        StackedBar("a", {"draft": 5.0, "verify": 30.0, "other": 0.5}),
+        StackedBar("b", {"draft": 0.0, "verify": 30.0, "other": 0.0}),
+    ]  # noqa: E501
+    root = parse(stacked_bars(bars, label="s", x_label="ms", unit="ms", colours=(2, 1, 0)))
+    assert count(root, "rect", "bar") == 6
+    assert {"draft", "verify", "other", "35.5 ms", "30.0 ms"} <= set(texts(root))
+
+
+def test_empty_charts_are_refused() -> None:
+    with pytest.raises(ValueError, match="no points"):
+        line_chart([Series("a", [1], [None])], **LABELS)
+    with pytest.raises(ValueError, match="no bars"):
+        bar_chart([], label="s", x_label="x")
+    with pytest.raises(ValueError, match="finite"):
+        svg.nice_ticks(0.0, math.nan)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 1.7), (-2.3, 0), (300, 600), (0.001, 0.0042), (0, 1e6), (3, 3)])
+def test_ticks_are_few_even_and_cover(low: float, high: float) -> None:
+    ticks = svg.nice_ticks(low, high)
+    assert 3 <= len(ticks) <= 8
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    steps = [b - a for a, b in zip(ticks, ticks[1:], strict=False)]
+    assert max(steps) == pytest.approx(min(steps))
+    labels = [svg.format_number(tick, steps[0]) for tick in ticks]
+    assert len(set(labels)) == len(labels)
+    assert all(len(label) <= 7 for label in labels)
+
+
+def test_labels_are_spread_apart() -> None:
+    moved = spread([100.0, 101.0, 102.0, 250.0], 16.0, 0.0, 255.0)
+    assert all(b - a >= 16.0 for a, b in zip(moved, moved[1:], strict=False))
+    assert spread([10.0, 50.0], 16.0, 0.0, 100.0) == [10.0, 50.0]
+    assert spread([99.0, 100.0], 16.0, 0.0, 100.0) == [84.0, 100.0]
+
+
+def test_long_names_are_shortened() -> None:
+    assert svg.shorten("abc", 500) == "abc"
+    assert svg.shorten("a" * 100, 100).endswith("\N{HORIZONTAL ELLIPSIS}")
+    assert svg.text_width(svg.shorten("a" * 100, 100)) <= 100
