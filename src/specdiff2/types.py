@@ -13,7 +13,7 @@ throughout the package:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -158,6 +158,7 @@ class WindowBatch:
         targets: the teacher's tokens at anchor+1 .. anchor+gamma; arbitrary where not valid.
         valid: True where a target exists (not beyond the end of the rollout).
         revealed: True where the window shows the teacher's token instead of the mask (``mdm`` only).
+        completion_start: index, in each row, of the first token that the verifier sampled; None when unknown.
     """
 
     input_ids: Int[Tensor, "batch length"]
@@ -167,13 +168,15 @@ class WindowBatch:
     targets: Int[Tensor, "window gamma"]
     valid: Bool[Tensor, "window gamma"]
     revealed: Bool[Tensor, "window gamma"]
+    completion_start: Int[Tensor, " batch"] | None = None
 
     @property
     def num_windows(self) -> int:
         return int(self.targets.shape[0])
 
     def to(self, device: torch.device) -> WindowBatch:
-        return WindowBatch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return replace(self, **{name: value.to(device) for name, value in values.items() if value is not None})
 
 
 @dataclass(slots=True)

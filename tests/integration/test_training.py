@@ -291,3 +291,30 @@ def test_decoding_probe_runs_the_real_decoder(tmp_path):
     make_trainer(tmp_path, max_steps=2, callbacks=[probe]).fit(module, batches(language([9]), language([9, 9])))
     assert [point["step"] for point in probe.history] == [1, 2]
     assert all(0 <= point["probe/mean_streak"] <= GAMMA and point["probe/tokens_per_s"] > 0 for point in probe.history)
+
+
+# ---------------------------------------------------------------- prefix loss
+
+
+def test_prefix_loss_is_exact_under_accumulation_and_trains(tmp_path):
+    rollouts = language([3, 30])
+    groups = {"one batch": ([rollouts], 1), "accumulated": ([rollouts[:1], rollouts[1:]], 2)}
+    after = {}
+    for name, (parts, accumulate) in groups.items():
+        verifier, drafter = make_drafter(shifted=True)
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        module = make_module(CE, sgd, verifier=verifier, drafter=drafter, prefix_loss_weight=0.5)
+        trainer = make_trainer(tmp_path / name, max_steps=1, accumulate_grad_batches=accumulate)
+        trainer.fit(module, batches(*parts))
+        after[name] = state(module)
+    for name, value in after["one batch"].items():
+        torch.testing.assert_close(after["accumulated"][name], value, rtol=0, atol=1e-6)
+    verifier, drafter = make_drafter(shifted=True)
+    plain = make_module(CE, partial(torch.optim.SGD, lr=0.1), verifier=verifier, drafter=drafter)
+    make_trainer(tmp_path, max_steps=1).fit(plain, batches(rollouts))
+    assert any(not torch.allclose(after["one batch"][name], value) for name, value in state(plain).items())
+
+
+def test_prefix_loss_weight_is_checked():
+    with pytest.raises(ConfigError, match="prefix_loss_weight=-1"):
+        make_module(CE, prefix_loss_weight=-1.0)

@@ -477,3 +477,24 @@ def test_smollm2_session_equals_packed_forward(smollm2) -> None:
     for window, anchor in enumerate((299, 303, 399)):
         session.observe(ids[session.num_committed : anchor + 1])
         assert gap(session.window_logits(8), packed[window]) < 1e-4 * packed.abs().max()
+
+
+# ---------------------------------------------------------------- prefix loss rows
+def test_prefix_rows_are_first_positions_of_windows(verifier) -> None:
+    """Every prefix logit is what position 1 of a window anchored at that token gives, with that token's successor."""
+    drafter = make_drafter(verifier, shifted=True)
+    rows = [random_tokens(14, 1), random_tokens(9, 2)]
+    batch = make_batch(rows, [(0, 12), (1, 3), (1, 7)])
+    batch = replace(batch, completion_start=torch.tensor([5, 3]))
+    windows, prefix, targets = drafter.forward_with_prefix(batch)
+    assert gap(windows, drafter(batch)) < EXACT
+    expected = [(0, a) for a in range(4, 13)] + [(1, a) for a in range(2, 8)]
+    assert gap(prefix, drafter(make_batch(rows, expected))[:, 0]) < EXACT
+    assert targets.tolist() == [rows[r][a + 1] for r, a in expected]
+
+
+@pytest.mark.parametrize("changes", [{"shifted": False}, {"shifted": True, "attention": "bidirectional"}])
+def test_prefix_loss_needs_a_shifted_causal_drafter(verifier, changes) -> None:
+    batch = replace(make_batch([random_tokens(9)], [(0, 4)]), completion_start=torch.tensor([3]))
+    with pytest.raises(ConfigError, match="prefix_loss_weight=0"):
+        make_drafter(verifier, **changes).forward_with_prefix(batch)

@@ -61,9 +61,9 @@ def check(path: Path) -> tuple[Checker, str]:
 
 def training_run(folder: Path) -> Path:
     folder.mkdir()
-    lines = [
-        "step,train/loss,train/streak,val/streak,val/accept_rate@1,val/accept_rate@2,val/survival@1,val/survival@2,train/lr"
-    ]
+    curves = "val/accept_rate@1,val/accept_rate@2,val/survival@1,val/survival@2"
+    curves = "val/accept_rate@1,val/accept_rate@2,val/survival@1,val/survival@2"
+    lines = [f"step,train/loss,train/streak,val/streak,{curves},train/lr"]
     for step in range(0, 100):
         loss = 5.0 - step / 50 if step < 50 else -0.5 - step / 200
         lines.append(f"{step},{loss},{step / 100},,,,,,0.001")
@@ -78,9 +78,9 @@ def training_run(folder: Path) -> Path:
 
 def test_full_report(tmp_path: Path) -> None:
     evaluation = write_run(tmp_path / "eval", toy_records(), machine="CPU <&> co")
-    explained = {"dtype": "bfloat16", "methods": [], "divergences": [
-        {"method": "specdiff2", "benchmark": "toy", "prompt_id": "<p>", "position": 3, "margin": 0.03, "margin_ulp": 1.0,
-         "top2_margin": 0.03}]}  # fmt: skip
+    gap = {"margin": 0.03, "margin_ulp": 1.0, "top2_margin": 0.03}
+    place = {"method": "specdiff2", "benchmark": "toy", "prompt_id": "<p>", "position": 3}
+    explained = {"dtype": "bfloat16", "methods": [], "divergences": [place | gap]}
     (evaluation / "divergences.json").write_text(json.dumps(explained), encoding="utf-8")
     path = write_report([evaluation, training_run(tmp_path / "train")], tmp_path / "out" / "report.html")
     checker, html = check(path)
@@ -189,7 +189,14 @@ def test_stages_are_found_in_a_configuration() -> None:
     config = {
         "a": [{"b": {"stages": [{"objective": {"_target_": "x.CrossEntropy"}, "steps": 300}, {"name": "streak"}]}}]
     }
-    assert find_stages(config) == [("CrossEntropy", 0), ("streak", 300)]
+    assert find_stages(config) == [("cross-entropy", 0), ("streak", 300)]
+    schedule = {"main": {"_target_": "x.Streak"}, "warmup": {"_target_": "x.Mine"}, "warmup_steps": None}
+    assert find_stages({"objective": {**schedule, "warmup_share": 0.25, "max_steps": 80}}) == [
+        ("Mine", 0),
+        ("streak-distillation", 20),
+    ]
+    assert find_stages({"objective": {**schedule, "warmup": None, "max_steps": 80}}) == [("streak-distillation", 0)]
+    assert find_stages({}, [(0.0, 0.0), (1.0, 0.0), (5.0, 1.0)]) == [("stage 0", 0), ("stage 1", 5)]
     assert find_stages({"stages": "no list"}) == []
     assert find_stages(None) == []
 

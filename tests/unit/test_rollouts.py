@@ -195,7 +195,6 @@ def test_a_second_writer_waits_and_sees_what_the_first_wrote(tmp_path):
     assert process.is_alive(), "waits for the lock"
     assert RolloutStore(tmp_path, FINGERPRINT).ids() == {"r0"}, "readers do not wait"
     store.append([rollout(2)])
-    # the forked child inherited our lock's descriptor, so closing is not enough in this test: unlock explicitly
     store.close()
     process.join(10)
     assert process.exitcode == 0

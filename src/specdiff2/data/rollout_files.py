@@ -95,7 +95,7 @@ def drop_unfinished_line(folder: Path) -> int:
 
 
 def acquire_lock(folder: Path) -> IO[bytes]:
-    """The folder's one writer lock, waited for if another process has it; closing the file gives it back.
+    """The folder's one writer lock, waited for if another process has it; given back by ``release_lock``.
 
     Raises:
         StorageError: the lock file cannot be created.
@@ -110,6 +110,12 @@ def acquire_lock(folder: Path) -> IO[bytes]:
         _log.warning("waiting for another process that writes to %s", folder)
         fcntl.flock(file, fcntl.LOCK_EX)
     return file
+
+
+def release_lock(file: IO[bytes]) -> None:
+    # unlocked explicitly: a forked child may hold a copy of the descriptor, and closing ours would not be enough
+    fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def append_bytes(path: Path, data: bytes) -> None:

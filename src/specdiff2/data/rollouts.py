@@ -21,6 +21,7 @@ from specdiff2.data.rollout_files import (
     encode_rollout,
     list_shards,
     read_shards,
+    release_lock,
     shard_path,
     storage_error,
     write_json_atomic,
@@ -114,7 +115,7 @@ class RolloutStore:
     def close(self) -> None:
         """Let other processes write."""
         if self._lock is not None:
-            self._lock.close()
+            release_lock(self._lock)
             self._lock = None
 
     def _exists(self) -> bool:
@@ -125,10 +126,13 @@ class RolloutStore:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise storage_error(self.folder, error) from error
-        with acquire_lock(self.folder):  # two processes that start together agree on one manifest
+        lock = acquire_lock(self.folder)  # two processes that start together agree on one manifest
+        try:
             if not self._exists():
                 manifest = {"format": FORMAT_VERSION, "fingerprint": self.fingerprint}
                 write_json_atomic(self.folder / "manifest.json", manifest)
+        finally:
+            release_lock(lock)
 
     def _shard_for(self, num_bytes: int) -> Path:
         shards = list_shards(self.folder)

@@ -124,10 +124,10 @@ class StepLoader:
             "windows_per_rollout": self.collator.windows_per_rollout,
             "batch_size": self.batch_size,
             "world_size": self.world_size,
-            "steps_per_epoch": self.steps_per_epoch,
             "bucket_batches": self.bucket_batches,
             "seed": self.seed,
             "masking": self.collator.masking,
             "num_rollouts": len(self.rollouts),
             "rollout_ids": digest.hexdigest()[:16],
+            "steps_per_epoch": self.steps_per_epoch,  # last: it may follow from the number of rollouts
         }

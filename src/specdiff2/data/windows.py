@@ -107,7 +107,8 @@ class WindowCollator:
         valid = position < lengths[window_row][:, None]
         targets = input_ids[window_row[:, None], position.clamp(max=input_ids.shape[1] - 1)].masked_fill(~valid, 0)
         revealed = random_reveal(valid, generator) if self.masking == "random" else torch.zeros_like(valid)
-        return WindowBatch(input_ids, lengths, window_row, anchor, targets, valid, revealed)
+        completion_start = torch.tensor([first_anchor(rollout) + 1 for rollout in rollouts])
+        return WindowBatch(input_ids, lengths, window_row, anchor, targets, valid, revealed, completion_start)
 
     def _anchors(self, rollout: Rollout, generator: torch.Generator) -> Tensor:
         available = num_anchors(rollout)

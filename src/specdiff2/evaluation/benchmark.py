@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from tqdm.auto import tqdm
 
+from specdiff2.evaluation.decoder_info import describe_decoder
 from specdiff2.evaluation.metrics import write_json
 from specdiff2.evaluation.records import RECORDS_FILE, Record, RecordWriter, drop_half_line, read_records
 from specdiff2.protocols import Decoder
@@ -23,7 +23,6 @@ from specdiff2.rng import TorchRandomSource
 from specdiff2.types import ConfigError, MismatchError
 
 MANIFEST_FILE = "benchmark.json"
-_DIGEST_VALUES = 4096  # per tensor: a trained step changes nearly every value
 _WARMUP_TOKENS = 32  # enough to touch every code path and shape class; warm-up is not measured
 
 
@@ -93,6 +92,7 @@ class Benchmark:
         self._prompt_ids = [self._encode(prompt) for prompt in self._prompts]
         self._settings = {name: describe_decoder(decoder) for name, decoder in self._decoders.items()}
         self._check_prompts()
+        self._check_temperatures()
 
     def run(self, folder: Path | str) -> Path:
         """Decode what ``folder/records.jsonl`` lacks; returns its path. A decoder's error propagates, and
@@ -159,7 +159,7 @@ class Benchmark:
             prompt_id=prompt.prompt_id,
             benchmark=self._name,
             seed=self._seed,
-            temperature=settings.get("temperature", 0.0),
+            temperature=settings["temperature"],
             tokens=list(generation.tokens),
             text=generation.text,
             stop_reason=generation.stop_reason,
@@ -198,6 +198,14 @@ class Benchmark:
                         f"{self._max_new_tokens} beyond the verifier's context of {limit}: shorten one of them"
                     )
 
+    def _check_temperatures(self) -> None:
+        for name, settings in self._settings.items():
+            if "temperature" not in settings:
+                raise ConfigError(
+                    f"decoder {name!r} does not tell its temperature: expected an attribute `sampling` "
+                    "(SamplingParams) or a method `describe()` that returns it"
+                )
+
     def _resume(self, folder: Path) -> set[tuple[str, str]]:
         """(method, prompt id) already measured in ``folder``, after checking that the settings are the same."""
         manifest, path = folder / MANIFEST_FILE, folder / RECORDS_FILE
@@ -218,52 +226,6 @@ class Benchmark:
 
     def _bar(self, total: int) -> tqdm[Any]:
         return tqdm(total=total, desc=self._name, unit="gen", disable=not self._progress, dynamic_ncols=True)
-
-
-def describe_decoder(decoder: Decoder) -> dict[str, Any]:
-    """Settings of a decoder as plain JSON values, read from the attributes that the decoders of this package
-    share; a decoder with its own ``describe()`` adds to them, and one with neither is known by its name."""
-    described: dict[str, Any] = {}
-    sampling = getattr(decoder, "sampling", None)
-    drafting = getattr(decoder, "drafting", None)
-    sources = (
-        (sampling, ("temperature", "top_k", "top_p"), ""),
-        (drafting, ("gamma", "num_drafts"), ""),
-        (getattr(drafting, "sampling", None), ("temperature", "top_k", "top_p"), "draft_"),
-        (decoder, ("gamma", "num_drafts"), ""),
-    )
-    for source, keys, prefix in sources:
-        for key in keys:
-            value = getattr(source, key, None)
-            if isinstance(value, (int, float)):
-                described.setdefault(prefix + key, value)
-    for key in ("rule", "selector"):
-        if isinstance(getattr(getattr(drafting, key, None), "name", None), str):
-            described[key] = getattr(drafting, key).name
-    for key, model in (
-        ("verifier", getattr(decoder, "verifier", None)),
-        ("drafter", getattr(drafting, "drafter", None)),
-    ):
-        digest = model_digest(model)
-        if digest is not None:
-            described[key] = digest
-    own = getattr(decoder, "describe", None)
-    return {**described, **(own() if own is not None else {})}
-
-
-def model_digest(model: Any) -> str | None:
-    """A model's own ``fingerprint``, else a digest of evenly spaced values of every tensor; None without either."""
-    own = getattr(model, "fingerprint", None)
-    if isinstance(own, str):
-        return own
-    if not isinstance(model, torch.nn.Module):
-        return None
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _DIGEST_VALUES)].double().cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

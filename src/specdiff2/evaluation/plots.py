@@ -15,7 +15,7 @@ from specdiff2.evaluation.svg import WIDTH, Frame
 
 NUM_COLOURS = 6
 FEW_OBSERVATIONS = 20
-_MANY_POINTS = 40  # above this a curve is drawn without markers, smoothed over its faint raw line
+MANY_POINTS = 40  # above this a curve is drawn without markers, smoothed over its faint raw line
 _LABEL_GAP = 16.0
 
 
@@ -98,7 +98,9 @@ def _line_frame(
     series: Sequence[Series], y_range: tuple[float, float] | None, integer_x: bool, height: float
 ) -> tuple[Frame, list[float], list[float]]:
     points = [point for one in series for point in one.points()]
-    xs, ys = [x for x, _ in points], [y for _, y in points]
+    # positions without a value stay on the axis: a window does not get shorter because nobody got that far
+    xs = [x for one in series for x in one.x] if integer_x else [x for x, _ in points]
+    ys = [y for _, y in points]
     if y_range is None:
         # a flat zero line is as informative as the curve: keep it in view unless it is far away
         low, high = min(ys), max(ys)
@@ -130,7 +132,7 @@ def _apart(ticks: Sequence[float], frame: Frame) -> list[float]:
 
 def _line_marks(frame: Frame, one: Series) -> list[str]:
     points = one.points()
-    if len(points) > _MANY_POINTS:
+    if len(points) > MANY_POINTS:
         raw = _path(frame, one.x, one.y, f"s{one.colour} raw")
         smooth = _running_mean([y for _, y in points])
         return [raw, _path(frame, [x for x, _ in points], smooth, f"s{one.colour} line")]
@@ -179,7 +181,7 @@ def _end_labels(frame: Frame, series: Sequence[Series]) -> list[str]:
     ends = []
     for one in series:
         points = one.points()
-        values = _running_mean([y for _, y in points]) if len(points) > _MANY_POINTS else [y for _, y in points]
+        values = _running_mean([y for _, y in points]) if len(points) > MANY_POINTS else [y for _, y in points]
         ends.append((frame.y(values[-1]), frame.x(points[-1][0]), one))
     ends.sort(key=lambda end: end[0])
     heights = spread([end[0] for end in ends], _LABEL_GAP, frame.top + 4, frame.bottom)

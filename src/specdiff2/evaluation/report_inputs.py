@@ -18,6 +18,14 @@ from specdiff2.evaluation.records import DIVERGENCES_FILE, RECORDS_FILE, Record,
 from specdiff2.types import ConfigError, CorruptFileError
 
 Curve = list[tuple[float, float]]  # (step, value), ascending
+_OBJECTIVES = {
+    "CrossEntropy": "cross-entropy",
+    "Mdm": "masked diffusion",
+    "Streak": "streak-distillation",
+    "StreakCE": "survival-weighted cross-entropy",
+    "DPace": "D-PACE",
+    "StreakExpected": "expected streak",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[EvaluationRun], list[Traini
             evaluations.append(EvaluationRun(folder, summary, provenance, divergences, _samples(folder)))
         if metrics is not None:
             curves = read_metrics(metrics)
-            trainings.append(TrainingRun(folder, curves, find_stages(provenance.get("config")), provenance))
+            stages = find_stages(provenance.get("config"), curves.get("train/stage"))
+            trainings.append(TrainingRun(folder, curves, stages, provenance))
         if summary is None and metrics is None:
             raise ConfigError(
                 f"run folder {folder} has neither summary.json nor metrics.csv: expected an evaluation or a "
@@ -97,30 +106,54 @@ def read_metrics(path: Path) -> dict[str, Curve]:
     return {name: sorted(points.items()) for name, points in curves.items()}
 
 
-def find_stages(config: Any) -> list[tuple[str, int]]:
-    """Objective stages of a resolved training configuration: any list ``stages`` of entries with ``steps``."""
-    for stages in _stage_lists(config):
-        found, start = [], 0
-        for index, stage in enumerate(stages):
-            objective = stage.get("objective")
-            kind = objective.get("name") or objective.get("_target_") if isinstance(objective, dict) else objective
-            name = stage.get("name") or str(kind or f"stage {index + 1}").rsplit(".", 1)[-1]
-            found.append((str(name), start))
-            start += int(stage.get("steps") or 0)
-        return found
-    return []
+def find_stages(config: Any, stage_numbers: Curve | None = None) -> list[tuple[str, int]]:
+    """(name, first step) of the objectives of a resolved training configuration.
 
-
-def _stage_lists(node: Any) -> Iterator[list[dict[str, Any]]]:
-    if isinstance(node, dict):
+    Understands ``runtime.factories.make_schedule`` (``main``, ``warmup``) and lists ``stages`` of entries with
+    ``steps``; otherwise takes the changes of the logged stage number.
+    """
+    for node in _dictionaries(config):
+        if "main" in node and "max_steps" in node:
+            return _warmup_and_main(node)
         stages = node.get("stages")
-        if isinstance(stages, list) and stages and all(isinstance(s, dict) and "steps" in s for s in stages[:-1]):
-            yield stages
-        for child in node.values():
-            yield from _stage_lists(child)
-    elif isinstance(node, list):
-        for child in node:
-            yield from _stage_lists(child)
+        if isinstance(stages, list) and stages and all(isinstance(one, dict) for one in stages):
+            starts = [0]
+            for stage in stages[:-1]:
+                starts.append(starts[-1] + int(stage.get("steps") or 0))
+            names = [str(one.get("name") or objective_name(one.get("objective"))) for one in stages]
+            return list(zip(names, starts, strict=True))
+    found: list[tuple[str, int]] = []
+    previous: float | None = None
+    for step, number in stage_numbers or []:
+        if number != previous:
+            found.append((f"stage {number:g}", int(step)))
+        previous = number
+    return found
+
+
+def _warmup_and_main(node: dict[str, Any]) -> list[tuple[str, int]]:
+    steps = node.get("warmup_steps")
+    if steps is None:
+        steps = round(float(node.get("warmup_share") or 0.0) * int(node["max_steps"]))
+    if not node.get("warmup") or not steps:
+        return [(objective_name(node["main"]), 0)]
+    return [(objective_name(node["warmup"]), 0), (objective_name(node["main"]), int(steps))]
+
+
+def objective_name(node: Any) -> str:
+    """A readable name of a configured objective: its ``name``, else its class in words."""
+    if not isinstance(node, dict):
+        return str(node or "objective")
+    kind = str(node.get("name") or node.get("_target_") or "objective").rsplit(".", 1)[-1]
+    return _OBJECTIVES.get(kind, kind)
+
+
+def _dictionaries(node: Any) -> Iterator[dict[str, Any]]:
+    """Every dictionary of a nested configuration, outer ones first."""
+    if isinstance(node, dict):
+        yield node
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _dictionaries(child)
 
 
 def _samples(folder: Path) -> list[Record]:

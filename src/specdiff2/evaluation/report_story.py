@@ -44,7 +44,11 @@ def training(runs: Sequence[TrainingRun]) -> str:
     lead = "Streaks on windows of stored rollouts are expected streaks; only a line named decoded was decoded."
     if not runs:
         return section("Training", lead, missing("No training run given: pass its folder to see its curves."))
-    return section("Training", lead, *(_training_run(run) for run in runs))
+    parts = []
+    for run in runs:
+        heading = f'<h3 class="group">{escape(str(run.folder))}</h3>' if len(runs) > 1 else ""
+        parts.append(heading + _training_run(run))
+    return section("Training", lead, *parts)
 
 
 def _training_run(run: TrainingRun) -> str:
@@ -56,7 +60,7 @@ def _training_run(run: TrainingRun) -> str:
         items.append(
             card(
                 title,
-                "Thin: every step; bold: running mean",
+                "Thin: as logged; bold: running mean" if len(loss) > plots.MANY_POINTS else "",
                 _chart([Series("loss", *_xy(loss))], title, "loss per window"),
             )
         )
@@ -93,8 +97,8 @@ def _before_after(run: TrainingRun, marks: Sequence[tuple[float, str]]) -> list[
         curves = [run.curves[f"val/{key}@{j}"] for j in range(1, 1 + _num_positions(run, key))]
         if not curves:
             continue
-        moments = [(marks[0][0], f"before {marks[0][1]}", 2)] if marks else [(curves[0][0][0], "start", 0)]
-        moments.append((curves[0][-1][0], "end", 1))
+        moments = [(marks[0][0], "before", 2)] if marks else [(curves[0][0][0], "start", 0)]
+        moments.append((curves[0][-1][0], "after" if marks else "end", 1))
         series = [
             Series(name, range(1, len(curves) + 1), [_value_at(curve, step) for curve in curves], colour)
             for step, name, colour in moments
@@ -103,7 +107,8 @@ def _before_after(run: TrainingRun, marks: Sequence[tuple[float, str]]) -> list[
         drawing = plots.line_chart(
             series, label=f"held-out {key}", x_label=x_label, y_label=label, y_range=(0.0, 1.0), integer_x=True
         )
-        items.append(card(f"{key}@j on held-out windows", "Expected acceptance of the teacher's tokens", drawing))
+        note = f"Before and after {marks[0][1]}: expected acceptance of the teacher's tokens" if marks else ""
+        items.append(card(f"{key}@j on held-out windows", note, drawing))
     return items
 
 

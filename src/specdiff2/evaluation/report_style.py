@@ -44,6 +44,7 @@ p.lead { margin:0 0 16px; color:var(--muted); max-width:76ch; }
 .cards + .cards, .card + .card, .box + .cards, .cards + .box, .box + .box { margin-top:18px; }
 .cards > .card { margin-top:0; }
 .card p.note { color:var(--muted); font-size:.88rem; margin:2px 0 12px; }
+.card h3 + svg { margin-top:10px; }
 .box { overflow-x:auto; background:var(--card); border:1px solid var(--rule); border-radius:12px;
   box-shadow:var(--shadow);
   -webkit-overflow-scrolling:touch; }

@@ -24,6 +24,7 @@ from specdiff2.types import ConfigError, CorruptFileError
 
 Row = dict[str, Any]
 _LISTS = ("accept_rate", "survival", "num_reached")  # in the JSON, too long for a CSV cell
+_NESTED = ("accuracy", "lossless_check")  # objects, or null: their parts become columns
 _COLUMNS = ("tokens/s", "speed-up", "95% CI", "mean streak", "tau", "draft ms", "verify ms", "other ms")
 
 
@@ -158,7 +159,7 @@ def to_csv(rows: Sequence[Row]) -> str:
 def _flat(row: Row) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in row.items():
-        if key in _LISTS:
+        if key in _LISTS or (value is None and key in _NESTED):
             continue
         if key.endswith("_ci"):
             low, high = value if value is not None else ("", "")

@@ -95,6 +95,19 @@ def window_layout(
     )
 
 
+def prefix_rows(
+    layout: WindowLayout, lengths: Int[Tensor, " batch"], completion_start: Int[Tensor, " batch"]
+) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"], Int[Tensor, " token"]]:
+    """Token columns of a causal-prefix batch whose successor was sampled by the verifier: (flat index, row, column).
+
+    A shifted drafter predicts the next token at each of them, exactly as it does at an anchor.
+    """
+    column = torch.arange(layout.num_tokens, device=lengths.device)
+    known = (column + 1 >= completion_start[:, None]) & (column + 1 < lengths[:, None])
+    row, column = known.nonzero(as_tuple=True)
+    return row * layout.position_ids.shape[1] + column, row, column
+
+
 def packed_window_mask(
     anchors: Int[Tensor, "row rank"], num_tokens: int, num_slots: int, attention: str
 ) -> Bool[Tensor, "row 1 query column"]:

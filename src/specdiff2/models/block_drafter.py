@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from specdiff2.functional.attention_masks import additive_mask
-from specdiff2.functional.window_masks import WindowLayout, window_layout
+from specdiff2.functional.window_masks import WindowLayout, prefix_rows, window_layout
 from specdiff2.models.block_drafter_config import BlockDrafterConfig, check_mask_token_id, evenly_spaced
 from specdiff2.models.block_drafter_session import BlockDrafterSession
 from specdiff2.models.borrowed import BorrowedEmbeddings
@@ -134,15 +134,49 @@ class BlockDrafter(nn.Module):
         if batch.num_windows == 0:
             tie = torch.stack([parameter.sum() for parameter in self.parameters()]).sum().float() * 0.0
             return tie + torch.zeros((0, gamma, len(self.draft_vocab_ids)), device=self.device)
+        layout, mask = self._layout(batch)
+        hidden = run_stack(self.stack, self._packed_embeddings(batch, layout), mask, layout.position_ids, layout.read_index)
+        return self.borrowed.logits(hidden)
+
+    def forward_with_prefix(
+        self, batch: WindowBatch
+    ) -> tuple[
+        Float[Tensor, "window gamma draft_vocab"], Float[Tensor, "token draft_vocab"], Int[Tensor, " token"]
+    ]:
+        """``forward``, and the next-token logits with their targets (ids) at every sampled token before an anchor.
+
+        These rows are computed anyway, as the prefix; each one is what position 1 of a window would be there.
+
+        Raises:
+            ConfigError: the drafter is not shifted with a causal prefix, or the batch does not say where
+                completions start.
+        """
+        if not self.config.shifted or self.config.attention != "causal_prefix" or batch.completion_start is None:
+            raise ConfigError(
+                f"prefix loss with shifted={self.config.shifted}, attention={self.config.attention!r}, "
+                f"completion_start={batch.completion_start}: expected shifted=true, attention='causal_prefix' and known "
+                "completion starts; set prefix_loss_weight=0 otherwise"
+            )
+        if batch.num_windows == 0:
+            logits = self.forward(batch)
+            return logits, logits.flatten(0, 1), batch.targets.flatten()
+        layout, mask = self._layout(batch)
+        index, row, column = prefix_rows(layout, batch.lengths, batch.completion_start)
+        read = torch.cat([layout.read_index.flatten(), index])
+        hidden = run_stack(self.stack, self._packed_embeddings(batch, layout), mask, layout.position_ids, read)
+        logits = self.borrowed.logits(hidden)
+        num_window_rows = layout.read_index.numel()
+        window_logits = logits[:num_window_rows].unflatten(0, layout.read_index.shape)
+        return window_logits, logits[num_window_rows:], batch.input_ids[row, column + 1]
+
+    def _layout(self, batch: WindowBatch) -> tuple[WindowLayout, Tensor]:
+        """Where everything goes in the packed batch, and its additive attention mask."""
         layout = window_layout(
-            batch.lengths, batch.window_row, batch.anchor, gamma,
+            batch.lengths, batch.window_row, batch.anchor, batch.targets.shape[1],
             attention=self.config.attention, shifted=self.config.shifted,
         )
         mask = additive_mask(layout.allowed, self._compute_dtype())
-        mask = mask.expand(-1, -1, layout.position_ids.shape[1], -1)
-        embeddings = self._packed_embeddings(batch, layout)
-        hidden = run_stack(self.stack, embeddings, mask, layout.position_ids, layout.read_index)
-        return self.borrowed.logits(hidden)
+        return layout, mask.expand(-1, -1, layout.position_ids.shape[1], -1)
 
     def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> BlockDrafterSession:
         """Read the prompt and be ready to draft.

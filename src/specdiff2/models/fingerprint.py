@@ -35,4 +35,4 @@ def _raw_bytes(tensor: Tensor, *, sampled: bool) -> memoryview:
     flat = tensor.reshape(-1)
     if sampled:
         flat = flat[:: max(1, flat.numel() // SAMPLED_VALUES)]
-    return memoryview(flat.cpu().contiguous().view(torch.uint8).numpy())
+    return flat.cpu().contiguous().view(torch.uint8).numpy().data

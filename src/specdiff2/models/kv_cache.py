@@ -44,6 +44,8 @@ class _Layer(CacheLayerMixin):
     """One layer's view of the shared storage."""
 
     is_sliding = False
+    keys: Tensor  # [batch, head, capacity, head_dim]
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class _Layer(CacheLayerMixin):
         self.set_storage(keys, values)
 
     def set_storage(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values  # [batch, head, capacity, head_dim]
+        self.keys, self.values = keys, values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

@@ -8,6 +8,7 @@ import warnings
 # expected here, so not worth a line: (reason, start of the message)
 _EXPECTED = (
     ("held-out windows are the StreakMonitor's business", "You passed in a `val_dataloader`"),
+    ("a run is continued in a folder of its own", "The dirpath has changed"),
     ("the run folder is meant to hold checkpoints too", "Checkpoint directory"),
     ("rollouts are read from memory", "The 'train_dataloader' does not have many workers"),
 )

@@ -22,6 +22,7 @@ from specdiff2.objectives import ObjectiveSchedule
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.factories import SamplerSettings
 from specdiff2.runtime.rollouts import ensure_rollouts
+from specdiff2.training.loggers import close
 from specdiff2.training.module import DistillationModule
 from specdiff2.types import ConfigError, SpecDiffError
 
@@ -53,15 +54,24 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         refresh_rollouts=data.refresh if online else None,
         refresh_every_n_steps=config["data"]["refresh_every_n_steps"] if online else 0,
     )
-    callbacks = build_callbacks(config, verifier, folder)
-    loggers = [instantiate(node) for node in config["logger"].values() if node is not None]
-    trainer = instantiate(
-        config["trainer"], callbacks=callbacks, logger=loggers,
+    trainer = build_trainer(config, verifier, folder)
+    try:
+        with clear_disk_errors(folder):
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    finally:
+        close(trainer.loggers)
+    if trainer.is_global_zero:
+        report(config, folder, verifier)
+
+
+def build_trainer(config: Mapping[str, Any], verifier: HFVerifier, folder: Path) -> Any:
+    """Lightning's Trainer with the configured callbacks and loggers (several loggers may run at once)."""
+    return instantiate(
+        config["trainer"],
+        callbacks=build_callbacks(config, verifier, folder),
+        logger=[instantiate(node) for node in config["logger"].values() if node is not None],
         default_root_dir=str(folder),
-    )  # fmt: skip
-    with clear_disk_errors(folder):
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    report(config, folder, verifier)
+    )
 
 
 def find_checkpoint(resume: bool | str, outputs: Path) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,24 @@ def wandb_logger(
         log.warning("W&B: no API key on this machine (`wandb login` stores one); recording offline in %s/wandb", folder)
         mode = "offline"
     try:
-        run = wandb.init(mode=mode, settings=wandb.Settings(init_timeout=init_timeout_s), **options)
+        run = wandb.init(
+            mode=mode, settings=wandb.Settings(init_timeout=init_timeout_s, reinit="create_new"), **options
+        )
     except (wandb.errors.Error, OSError, ValueError) as error:  # UsageError, CommError; ValueError: malformed key
         reason = str(error).split("\n")[0]
-        log.warning(
-            "W&B cannot be reached (%s): recording offline in %s/wandb; `wandb sync` uploads it", reason, folder
-        )
+        log.warning("W&B cannot be reached (%s): recording offline in %s/wandb (see `wandb sync`)", reason, folder)
         wandb.teardown()
-        run = wandb.init(mode="offline", **options)
+        run = wandb.init(mode="offline", settings=wandb.Settings(reinit="create_new"), **options)
     return WandbLogger(experiment=run, save_dir=folder)
 
 
 def has_key() -> bool:
     """Whether W&B finds an API key, without asking for one and without the network."""
     return bool(wandb.login(prompt=False, verify=False))
+
+
+def close(loggers: Iterable[Any]) -> None:
+    """End the W&B runs among them, so that the next job of a sweep starts its own."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()

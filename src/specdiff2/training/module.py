@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from specdiff2.objectives.schedule import ObjectiveSchedule
@@ -51,9 +52,12 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         refresh_rollouts: called as ``refresh_rollouts(step)`` after optimizer steps n, 2n, ...; it replaces the
             rollouts that the loader reads (online mode).
         refresh_every_n_steps: n above.
+        prefix_loss_weight: adds this times the next-token cross-entropy of every sampled token of the prefix. A
+            shifted drafter computes those rows anyway, and each is one more example of a window's first position.
 
     Raises:
-        ConfigError: the schedule needs verifier probabilities and there is no verifier, or a bad refresh interval.
+        ConfigError: the schedule needs verifier probabilities and there is no verifier, a bad refresh interval, or a
+            negative prefix loss weight.
     """
 
     def __init__(
@@ -67,8 +71,11 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         verifier_sampling: SamplingParams | None = None,
         refresh_rollouts: Callable[[int], None] | None = None,
         refresh_every_n_steps: int = 0,
+        prefix_loss_weight: float = 0.0,
     ) -> None:
         super().__init__()
+        if not prefix_loss_weight >= 0.0:
+            raise ConfigError(f"prefix_loss_weight={prefix_loss_weight!r}: expected >= 0; 0 leaves the prefix loss out")
         if schedule.needs_verifier_probs and verifier is None:
             raise ConfigError("objective streak_expected: verifier=None: expected one, to read its probabilities")
         if refresh_rollouts is not None and refresh_every_n_steps < 1:
@@ -78,6 +85,7 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         self.schedule = schedule
         self.totals = WindowTotals()
         self.num_windows_seen = 0
+        self.prefix_loss_weight = prefix_loss_weight
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._verifier_sampling = verifier_sampling or SamplingParams()
         self._refresh_rollouts, self._refresh_every_n_steps = refresh_rollouts, refresh_every_n_steps
@@ -136,10 +144,19 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         """Drafter forward and objective. Only ``mdm``-like objectives see revealed tokens."""
         if objective.masking == "full":
             batch = dataclasses.replace(batch, revealed=torch.zeros_like(batch.revealed))
-        logits = self.drafter(batch)
+        use_prefix = self.prefix_loss_weight > 0.0 and self.training
+        logits, *prefix = self.drafter.forward_with_prefix(batch) if use_prefix else (self.drafter(batch),)
         verifier_probs = self._verifier_probs(batch) if objective.needs_verifier_probs else None
         targets = self.drafter.to_draft_vocab(batch.targets)
-        return objective(logits, targets, batch.valid & ~batch.revealed, verifier_probs)
+        output = objective(logits, targets, batch.valid & ~batch.revealed, verifier_probs)
+        if not use_prefix:
+            return output
+        prefix_logits, next_tokens = prefix
+        # a sum over tokens, as loss_sum is one over windows: exact under accumulation and over ranks
+        prefix_loss = functional.cross_entropy(
+            prefix_logits, self.drafter.to_draft_vocab(next_tokens), ignore_index=-1, reduction="sum"
+        )
+        return dataclasses.replace(output, loss_sum=output.loss_sum + self.prefix_loss_weight * prefix_loss)
 
     @torch.no_grad()
     def _verifier_probs(self, batch: WindowBatch) -> Tensor:

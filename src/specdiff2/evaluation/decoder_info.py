@@ -1,0 +1,61 @@
+"""What a decoder is, as plain JSON values: part of the fingerprint of its records.
+
+Reads public attributes only, so that test decoders and decoders from elsewhere can be described too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from specdiff2.protocols import Decoder
+
+_DIGEST_VALUES = 4096  # per tensor: a trained step changes nearly every value
+
+
+def describe_decoder(decoder: Decoder) -> dict[str, Any]:
+    """Settings of a decoder as plain JSON values, read from the attributes that the decoders of this package
+    share; a decoder with its own ``describe()`` adds to them, and one with neither is known by its name."""
+    described: dict[str, Any] = {}
+    sampling = getattr(decoder, "sampling", None)
+    drafting = getattr(decoder, "drafting", None)
+    sources = (
+        (sampling, ("temperature", "top_k", "top_p"), ""),
+        (drafting, ("gamma", "num_drafts"), ""),
+        (getattr(drafting, "sampling", None), ("temperature", "top_k", "top_p"), "draft_"),
+        (decoder, ("gamma", "num_drafts"), ""),
+    )
+    for source, keys, prefix in sources:
+        for key in keys:
+            value = getattr(source, key, None)
+            if isinstance(value, (int, float)):
+                described.setdefault(prefix + key, value)
+    for key in ("rule", "selector"):
+        if isinstance(getattr(getattr(drafting, key, None), "name", None), str):
+            described[key] = getattr(drafting, key).name
+    for key, model in (
+        ("verifier", getattr(decoder, "verifier", None)),
+        ("drafter", getattr(drafting, "drafter", None)),
+    ):
+        digest = model_digest(model)
+        if digest is not None:
+            described[key] = digest
+    own = getattr(decoder, "describe", None)
+    return {**described, **(own() if own is not None else {})}
+
+
+def model_digest(model: Any) -> str | None:
+    """A model's own ``fingerprint``, else a digest of evenly spaced values of every tensor; None without either."""
+    own = getattr(model, "fingerprint", None)
+    if isinstance(own, str):
+        return own
+    if not isinstance(model, torch.nn.Module):
+        return None
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _DIGEST_VALUES)].double().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:32]
