@@ -143,6 +143,7 @@ def test_fingerprint_follows_weights_and_config():
     first = tiny_verifier().fingerprint
     assert tiny_verifier().fingerprint == first
     assert tiny_verifier(attn="eager").fingerprint == first  # how it runs does not matter
+    assert tiny_verifier(dtype=torch.bfloat16).fingerprint == tiny_verifier(dtype=torch.float64).fingerprint == first
     assert tiny_verifier(seed=1).fingerprint != first
     assert tiny_verifier(rope_parameters={"rope_type": "default", "rope_theta": 11.0}).fingerprint != first
     changed = tiny_verifier()

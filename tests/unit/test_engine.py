@@ -29,6 +29,7 @@ from specdiff2.decoding.selection import SelfSelection
 from specdiff2.decoding.timing import Stopwatch
 from specdiff2.protocols import RandomSource
 from specdiff2.rng import TorchRandomSource
+from specdiff2.tree import TokenTree
 from specdiff2.types import ConfigError, NotLosslessError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -141,6 +142,15 @@ def test_a_round_cut_by_eos_reached_no_later_position() -> None:
     generation = make_decoder(verifier, PerfectDrafter(verifier, 4), sampler="specdiff").generate([0], max_new_tokens=9)
     (record,) = generation.rounds
     assert generation.tokens == [1, 2] and generation.stop_reason == "eos"
+    assert (record.num_drafted, record.num_accepted, record.num_committed) == (2, 2, 2)
+
+
+def test_eos_as_the_last_accepted_token_of_a_draft_that_goes_on_wrongly() -> None:
+    """The verifier's own token after EOS is dropped, and so is the position where the draft went wrong."""
+    decoder = make_decoder(counting(eos_ids=[2]), Script([1, 2, 9, 9], 16), sampler="specdiff")
+    generation = decoder.generate([0], max_new_tokens=9)
+    (record,) = generation.rounds
+    assert generation.tokens == [1, 2]
     assert (record.num_drafted, record.num_accepted, record.num_committed) == (2, 2, 2)
 
 
@@ -289,6 +299,16 @@ def test_time_is_charged_to_the_stage_that_spends_it() -> None:
         [0], max_new_tokens=4
     ).rounds[0]
     assert record.draft_s >= 0.02 and record.verify_s >= 0.012  # three nodes
+
+
+def test_building_the_tree_is_other_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(root: int, chains: Tensor) -> TokenTree:
+        time.sleep(0.02)
+        return TokenTree([root, *chains[0].tolist()], [-1, 0, 1], [[1, 2]])
+
+    monkeypatch.setattr(TokenTree, "from_chains", slow)
+    record = make_decoder(counting(), Script([1, 2], 16), sampler="specdiff").generate([0], max_new_tokens=4).rounds[0]
+    assert record.other_s >= 0.02 > record.draft_s + record.verify_s
 
 
 def test_stopwatch_laps_are_consecutive() -> None:

@@ -27,7 +27,7 @@ HYDRA_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_", "_a
 MINIMUM: dict[str, float] = {
     "gamma": 1, "K": 1, "num_drafts": 1, "max_steps": 1, "num_prompts": 1, "batch_size": 1, "max_new_tokens": 1,
     "num_layers": 1, "denoising_steps": 1, "windows_per_rollout": 1, "samples_per_prompt": 1, "num_warmup": 0,
-    "seed": 0, "threads": 1, "temperature": 0.0, "top_k": 0, "lr": 0.0, "weight_decay": 0.0, "warmup_steps": 0,
+    "seed": 0, "threads": 1, "prefix_loss_weight": 0.0, "temperature": 0.0, "top_k": 0, "lr": 0.0, "weight_decay": 0.0, "warmup_steps": 0,
     "warmup_share": 0.0, "every_n_steps": 1, "accumulate_grad_batches": 1, "limit": 1, "draft_vocab_size": 1,
 }  # fmt: skip
 
@@ -77,6 +77,7 @@ class TrainConfig:
     model_name: str
     run_id: str
     max_steps: int
+    prefix_loss_weight: float
     num_probe_prompts: int
     publish: bool
     seed: int

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
 from specdiff2.data.prompt import PromptSource
 from specdiff2.data.prompts import GsmSymbolicPrompts
 from specdiff2.decoding.acceptance import check_combination, make_rule
@@ -17,6 +20,7 @@ from specdiff2.decoding.selection import make_selector
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule, Stage
 from specdiff2.protocols import Drafter, Objective, Verifier
+from specdiff2.training.optim import warmup_cosine
 from specdiff2.types import ConfigError, SamplingParams
 
 
@@ -84,6 +88,23 @@ class SamplerSettings:
             verifier, drafter, rule=make_rule(self.rule), selector=make_selector(self.selection), gamma=self.gamma,
             num_drafts=self.K, draft_sampling=self.draft_sampling(), name=self.name,
         )  # fmt: skip
+
+
+def make_warmup_cosine(
+    optimizer: Optimizer,
+    num_steps: int,
+    warmup_steps: int | None = None,
+    warmup_share: float = 0.05,
+    final_factor: float = 0.1,
+) -> LambdaLR:
+    """``warmup_cosine`` over ``warmup_steps`` (default: ``warmup_share`` of ``num_steps``).
+
+    Raises:
+        ConfigError: see ``warmup_cosine``.
+    """
+    if warmup_steps is None:
+        warmup_steps = round(warmup_share * num_steps)
+    return warmup_cosine(optimizer, num_steps=num_steps, warmup_steps=warmup_steps, final_factor=final_factor)
 
 
 def make_schedule(

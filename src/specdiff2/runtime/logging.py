@@ -10,6 +10,7 @@ _EXPECTED = (
     ("held-out windows are the StreakMonitor's business", "You passed in a `val_dataloader`"),
     ("a run is continued in a folder of its own", "The dirpath has changed"),
     ("the run folder is meant to hold checkpoints too", "Checkpoint directory"),
+    ("epochs mean nothing here", "The number of training batches"),
     ("rollouts are read from memory", "The 'train_dataloader' does not have many workers"),
 )
 

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.data.windows import draft_vocabulary
@@ -37,9 +39,11 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         MismatchError: rollouts or the checkpoint belong to other settings.
         SpecDiffError: the disk is full; what was written before stays.
     """
+    check_prefix_loss(config["prefix_loss_weight"], config["model"])
     checkpoint = find_checkpoint(config["resume"], Path(config["paths"]["outputs"]))
     schedule: ObjectiveSchedule = instantiate(config["objective"])
     log.info("objective: %s", " -> ".join(f"{s['name']} ({s['steps'] or 'to the end'})" for s in schedule.describe()))
+    make_optimizer, make_scheduler = build_optimization(config)
     verifier: HFVerifier = instantiate(config["verifier"])
     train_store, val_store = build_rollouts(config["data"], verifier, Path(config["paths"]["rollouts"]))
     drafter = build_drafter(config, verifier, train_store)
@@ -49,10 +53,11 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         drafter,
         verifier if online or schedule.needs_verifier_probs else None,
         schedule,
-        instantiate(config["optimizer"]),
-        instantiate(config["scheduler"]),
+        make_optimizer,
+        make_scheduler,
         refresh_rollouts=data.refresh if online else None,
         refresh_every_n_steps=config["data"]["refresh_every_n_steps"] if online else 0,
+        prefix_loss_weight=config["prefix_loss_weight"],
     )
     trainer = build_trainer(config, verifier, folder)
     try:
@@ -64,6 +69,21 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         report(config, folder, verifier)
 
 
+def build_optimization(config: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Optimizer and scheduler factories, tried on one number so that a bad value is found before any model loads.
+
+    Raises:
+        ConfigError: a value that torch or the scheduler refuses.
+    """
+    make_optimizer, make_scheduler = instantiate(config["optimizer"]), instantiate(config["scheduler"])
+    try:
+        optimizer = make_optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    except ValueError as error:  # "Invalid learning rate: -1"
+        raise ConfigError(f"optimizer: {error}") from error
+    make_scheduler(optimizer)
+    return make_optimizer, make_scheduler
+
+
 def build_trainer(config: Mapping[str, Any], verifier: HFVerifier, folder: Path) -> Any:
     """Lightning's Trainer with the configured callbacks and loggers (several loggers may run at once)."""
     return instantiate(
@@ -72,6 +92,16 @@ def build_trainer(config: Mapping[str, Any], verifier: HFVerifier, folder: Path)
         logger=[instantiate(node) for node in config["logger"].values() if node is not None],
         default_root_dir=str(folder),
     )
+
+
+def check_prefix_loss(weight: float, model: Mapping[str, Any]) -> None:
+    """Raises ConfigError: a prefix loss is asked of a drafter whose prefix rows do not predict the next token."""
+    shifted, attention = model.get("shifted"), model.get("attention")
+    if weight > 0 and not (shifted and attention == "causal_prefix"):
+        raise ConfigError(
+            f"prefix_loss_weight={weight} with model.shifted={shifted} and model.attention={attention}: expected "
+            "model.shifted=true and model.attention=causal_prefix; set prefix_loss_weight=0"
+        )
 
 
 def find_checkpoint(resume: bool | str, outputs: Path) -> str | None:
@@ -191,7 +221,7 @@ def report(config: Mapping[str, Any], folder: Path, verifier: HFVerifier) -> Non
     if config["publish"]:
         shown = Path(config["paths"]["drafters"]) / config["model_name"]
         for path in exported:
-            drafter = load_drafter(path, verifier, dtype=None)
+            drafter = load_drafter(path, verifier, dtype=torch.float32)  # as trained, not the verifier's dtype
             save_drafter(drafter, shown / path.name, extra=read_training_info(path))
     print(f"drafters: {', '.join(str(shown / path.name) for path in exported)}")
     print(f"measure:  python eval.py drafter={shown / 'best'}")
