@@ -27,7 +27,8 @@ HYDRA_KEYS = frozenset({"_target_", "_partial_", "_convert_", "_recursive_", "_a
 MINIMUM: dict[str, float] = {
     "gamma": 1, "K": 1, "num_drafts": 1, "max_steps": 1, "num_prompts": 1, "batch_size": 1, "max_new_tokens": 1,
     "num_layers": 1, "denoising_steps": 1, "windows_per_rollout": 1, "samples_per_prompt": 1, "num_warmup": 0,
-    "seed": 0, "threads": 1, "prefix_loss_weight": 0.0, "temperature": 0.0, "top_k": 0, "lr": 0.0, "weight_decay": 0.0, "warmup_steps": 0,
+    "seed": 0, "threads": 1, "prefix_loss_weight": 0.0, "temperature": 0.0, "top_k": 0, "lr": 0.0,
+    "weight_decay": 0.0, "warmup_steps": 0,
     "warmup_share": 0.0, "every_n_steps": 1, "accumulate_grad_batches": 1, "limit": 1, "draft_vocab_size": 1,
 }  # fmt: skip
 
@@ -145,7 +146,10 @@ def _check_call(call: Callable[..., Any], node: Node, key: str, *, required: boo
     """Check the keys of ``node`` as keyword arguments of ``call``, then each value."""
     if not isinstance(node, Mapping):
         raise ConfigError(f"{key}={node!r}: expected a section with keys; choose one with `{key}=<name of a file>`")
-    parameters = inspect.signature(call).parameters
+    try:
+        parameters = inspect.signature(call).parameters
+    except ValueError:  # a builtin without one: nothing to check against
+        return
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     names = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n != "self"]
     for name, value in node.items():

@@ -40,6 +40,8 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
     samplers = {name: instantiate(node) for name, node in nodes.items()}
     for settings in samplers.values():
         require_drafter(settings.drafter)
+    if config["prompt"] is not None and not config["prompt"].strip():
+        raise ConfigError(f"prompt={config['prompt']!r}: expected some text")
     sources = None if config["prompt"] is not None else named_sources(config["benchmark"])
     verifier = instantiate(config["verifier"])
     decoders = build_decoders(verifier, samplers, config)

@@ -140,3 +140,8 @@ def gsm_symbolic_suite(
     if num_held_out_prompts:
         suite["gsm_held_out"] = GsmSymbolicPrompts(split, "held_out", num_held_out_prompts, seed)  # type: ignore[arg-type]
     return suite
+
+
+def suite(**sources: PromptSource) -> dict[str, PromptSource]:
+    """Several named benchmarks, decoded one after the other in one run."""
+    return sources

@@ -6,6 +6,7 @@ missing git or ``/proc`` gives null, never an error.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -68,7 +69,8 @@ def write_json(path: Path, record: Any) -> None:
         scratch.write_text(json.dumps(record, indent=2, allow_nan=False, default=str) + "\n", encoding="utf-8")
         scratch.replace(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
         raise SpecDiffError(
             f"cannot write {path}: {error.strerror}; free some disk space or choose another paths.outputs"
         ) from error

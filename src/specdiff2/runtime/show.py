@@ -32,8 +32,9 @@ class StreakPrinter:
     token is shown as the verifier's.
     """
 
-    def __init__(self, tokenizer: Any, *, color: bool, stream: TextIO = sys.stdout) -> None:
-        self._tokenizer, self._color, self._stream = tokenizer, color, stream
+    def __init__(self, tokenizer: Any, *, color: bool, stream: TextIO | None = None) -> None:
+        self._tokenizer, self._color = tokenizer, color
+        self._stream = sys.stdout if stream is None else stream
         self._tokens: list[int] = []
         self._num_rounds = 0
 
