@@ -34,10 +34,19 @@ CHAT_TEMPLATE = (
 # ---------------------------------------------------------------- models
 def _tiny(config_class: Any, model_class: Any, vocab: int, dtype: torch.dtype, attn: str, seed: int, **changes: Any):
     values = dict(
-        vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10.0},  # small, so that wrong positions show
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
     )
     values.update(changes)
     config = config_class(**values)
@@ -61,16 +70,27 @@ def tiny_qwen2(
     return _tiny(Qwen2Config, Qwen2ForCausalLM, vocab, dtype, attn, seed, **changes)
 
 
-def tiny_verifier(vocab: int = 64, dtype: torch.dtype = torch.float32, attn: str = "sdpa", *, tokenizer: Any = None,
-                  vocab_size: int | None = None, eos_ids: Sequence[int] | None = None, family: str = "llama",
-                  output_features: bool = False, seed: int = 0, **changes: Any):
+def tiny_verifier(
+    vocab: int = 64,
+    dtype: torch.dtype = torch.float32,
+    attn: str = "sdpa",
+    *,
+    tokenizer: Any = None,
+    vocab_size: int | None = None,
+    eos_ids: Sequence[int] | None = None,
+    family: str = "llama",
+    output_features: bool = False,
+    seed: int = 0,
+    **changes: Any,
+):
     """An HFVerifier around ``tiny_llama`` / ``tiny_qwen2``."""
     from specdiff2.models.verifier import HFVerifier
 
     build = {"llama": tiny_llama, "qwen2": tiny_qwen2}[family]
     model = build(vocab, dtype, attn, seed=seed, **changes)
-    return HFVerifier(model, tokenizer, name=f"tiny-{family}", vocab_size=vocab_size, eos_ids=eos_ids,
-                      output_features=output_features)
+    return HFVerifier(
+        model, tokenizer, name=f"tiny-{family}", vocab_size=vocab_size, eos_ids=eos_ids, output_features=output_features
+    )
 
 
 def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
@@ -79,20 +99,27 @@ def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
 
 
-def reference_greedy(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, *,
-                     vocab_size: int | None = None, eos_ids: Sequence[int] = ()) -> list[int]:
+def reference_greedy(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    vocab_size: int | None = None,
+    eos_ids: Sequence[int] = (),
+) -> list[int]:
     """`ref`: full forward + argmax for every token, no cache; new tokens only, EOS included."""
     tokens = list(prompt)
     for _ in range(max_new_tokens):
         tokens.append(int(reference_logits(model, tokens)[-1, :vocab_size].argmax()))
         if tokens[-1] in eos_ids:
             break
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 # ---------------------------------------------------------------- tokenizers
-def char_tokenizer(folder: Path | None = None, *, size: int | None = None, chat: bool = True,
-                   add_bos: bool = False) -> PreTrainedTokenizerFast:
+def char_tokenizer(
+    folder: Path | None = None, *, size: int | None = None, chat: bool = True, add_bos: bool = False
+) -> PreTrainedTokenizerFast:
     """One token per character (58 ids: fits vocab-64 models). ids: 0 <pad>, 1 <s>, 2 </s>, 3 <unk>."""
     specials = ["<pad>", "<s>", "</s>", "<unk>"]
     chars = list("abcdefghijklmnopqrstuvwxyz0123456789 .,:?!+-*/='\n()<>|")
@@ -103,14 +130,17 @@ def char_tokenizer(folder: Path | None = None, *, size: int | None = None, chat:
     return _wrap(raw, folder, chat, add_bos)
 
 
-def byte_tokenizer(folder: Path | None = None, *, size: int = 300, chat: bool = True,
-                   add_bos: bool = False) -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    folder: Path | None = None, *, size: int = 300, chat: bool = True, add_bos: bool = False
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE (every text round-trips; multi-byte characters span tokens)."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<pad>", "<s>", "</s>", "<unk>"], show_progress=False,
+        vocab_size=size,
+        special_tokens=["<pad>", "<s>", "</s>", "<unk>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     raw.train_from_iterator(["the answer is 42. so the total is 12 + 30 = 42 apples and the rest is 7"] * 4, trainer)
@@ -123,7 +153,11 @@ def _wrap(raw: Tokenizer, folder: Path | None, chat: bool, add_bos: bool) -> Pre
 
         raw.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
     if chat:
@@ -143,8 +177,15 @@ class Tab:
     Logits are log-probabilities in float64 (-inf where the law is 0).
     """
 
-    def __init__(self, law: Law, *, eos_ids: Sequence[int] = (), max_length: int = 4096,
-                 sampling: SamplingParams | None = None, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        law: Law,
+        *,
+        eos_ids: Sequence[int] = (),
+        max_length: int = 4096,
+        sampling: SamplingParams | None = None,
+        tokenizer: Any = None,
+    ) -> None:
         self._law = law
         self.eos_ids = frozenset(eos_ids)
         self.max_length = max_length

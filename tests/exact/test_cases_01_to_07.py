@@ -196,9 +196,7 @@ def test_5_accepted_replaced_and_bonus_tokens_stay_in_the_nucleus(rule, selectio
         propose = independent_drafts(torch.full((gamma, 4), 0.25, dtype=torch.float64), gamma, num_drafts)
 
         def run(rng, verifier=verifier, propose=propose):
-            tree, accepted = speculative_round(
-                make_rule(rule), make_selector(selection), verifier, propose, (), rng
-            )
+            tree, accepted = speculative_round(make_rule(rule), make_selector(selection), verifier, propose, (), rng)
             kind = "bonus" if len(accepted.path) == gamma else "replaced"
             return tuple(tree.tokens[node] for node in accepted.path), kind, accepted.next_token
 

@@ -116,9 +116,7 @@ def test_a_window_may_be_shortened_by_what_is_known_before_its_tokens(rule: str)
         probs = case.draft_table(prefix)
         return Draft(rng.chains(probs, 1)[:, : 1 + len(prefix) % 2], probs)
 
-    output = exact_output_law(
-        make_rule(rule), None, case.verifier_table, case.draft_table, 2, 1, 3, propose=propose
-    )
+    output = exact_output_law(make_rule(rule), None, case.verifier_table, case.draft_table, 2, 1, 3, propose=propose)
     assert total_variation(output, verifier_law(case.verifier_table, 3)) < TOLERANCE
 
 

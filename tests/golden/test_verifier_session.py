@@ -126,8 +126,15 @@ def test_full_context_is_usable():
 
 def test_sliding_window_verifier_is_refused():
     """Case 15."""
-    config = MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                           num_attention_heads=4, num_key_value_heads=2, sliding_window=8)
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+    )
     with pytest.raises(ConfigError, match="PreallocatedCache cannot serve a 'mistral' model with sliding_window=8"):
         HFVerifier(MistralForCausalLM(config), None, name="mistral")
 

@@ -42,9 +42,14 @@ class Recorder(pl.LightningModule):
         self.refresh, self.refresh_every = refresh, refresh_every
 
     def training_step(self, batch, batch_idx):
-        self.seen.append((
-            batch.input_ids[:, 0].tolist(), batch.anchor.tolist(), batch.revealed.int().tolist(), batch.targets.tolist()
-        ))
+        self.seen.append(
+            (
+                batch.input_ids[:, 0].tolist(),
+                batch.anchor.tolist(),
+                batch.revealed.int().tolist(),
+                batch.targets.tolist(),
+            )
+        )
         return self.weight * batch.num_windows
 
     def on_train_batch_end(self, *args) -> None:
@@ -62,8 +67,16 @@ def datamodule(rows=ROWS, **changes) -> RolloutDataModule:
 
 def trainer(tmp_path, max_steps: int, **changes) -> pl.Trainer:
     settings = dict(
-        max_steps=max_steps, max_epochs=-1, accelerator="cpu", devices=1, logger=False, use_distributed_sampler=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+        max_steps=max_steps,
+        max_epochs=-1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
     )
     return pl.Trainer(**(settings | changes))
 

@@ -25,8 +25,10 @@ from specdiff2.tree import TokenTree
 
 VOCAB, GAMMA = 4, 3
 weight = st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-12, 1.0))
-law_row = st.lists(weight, min_size=VOCAB, max_size=VOCAB).filter(lambda row: sum(row) > 1e-6).map(
-    lambda row: [value / math.fsum(row) for value in row]
+law_row = (
+    st.lists(weight, min_size=VOCAB, max_size=VOCAB)
+    .filter(lambda row: sum(row) > 1e-6)
+    .map(lambda row: [value / math.fsum(row) for value in row])
 )
 chain = st.lists(st.integers(0, VOCAB - 1), min_size=GAMMA, max_size=GAMMA)
 

@@ -50,9 +50,7 @@ def context_law(vocab: int, *, zeros: bool = False):
 
 
 def completion_law(decoder: Decoder, num_tokens: int) -> dict[Tokens, float]:
-    return enumerate_outcomes(
-        lambda rng: tuple(decoder.generate(PROMPT, max_new_tokens=num_tokens, rng=rng).tokens)
-    )
+    return enumerate_outcomes(lambda rng: tuple(decoder.generate(PROMPT, max_new_tokens=num_tokens, rng=rng).tokens))
 
 
 # ---------------------------------------------------------------- exact
@@ -156,9 +154,7 @@ def p_value(completions: Counter[Tokens]) -> float:
 
 def sample(decoder: Decoder) -> Counter[Tokens]:
     rng = TorchRandomSource(11)
-    return Counter(
-        tuple(decoder.generate(PROMPT, max_new_tokens=3, rng=rng).tokens) for _ in range(NUM_COMPLETIONS)
-    )
+    return Counter(tuple(decoder.generate(PROMPT, max_new_tokens=3, rng=rng).tokens) for _ in range(NUM_COMPLETIONS))
 
 
 @pytest.mark.parametrize("sampler", ["specdiff2", "specinfer", "block", "autoregressive"])

@@ -333,8 +333,9 @@ def test_a_batch_without_windows_reaches_every_parameter(verifier) -> None:
     """A rank with nothing to train on still takes part in the gradient reduction (case 24)."""
     drafter = make_drafter(verifier)
     batch = make_batch([random_tokens(6)], [(0, 2)])
-    empty = replace(batch, **{name: getattr(batch, name)[:0] for name in
-                              ("window_row", "anchor", "targets", "valid", "revealed")})
+    empty = replace(
+        batch, **{name: getattr(batch, name)[:0] for name in ("window_row", "anchor", "targets", "valid", "revealed")}
+    )
     logits = drafter(empty)
     assert logits.shape == (0, GAMMA, 64)
     logits.sum().backward()
@@ -427,11 +428,17 @@ def test_a_mask_token_id_is_where_the_mask_embedding_starts_and_is_never_drafted
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"gamma": 0}, "gamma=0"), ({"gamma": True}, "gamma=True"), ({"gamma": "two"}, "gamma='two'"),
-        ({"num_layers": 9}, "num_layers=9"), ({"num_layers": 0}, "num_layers=0"),
-        ({"attention": "causal"}, "attention='causal'"), ({"denoising_steps": 0}, "denoising_steps=0"),
-        ({"shifted": 1}, "shifted=1"), ({"draft_vocab_ids": []}, "draft_vocab_ids is empty"),
-        ({"draft_vocab_ids": [1, 64]}, "draft_vocab_ids holds 64"), ({"draft_vocab_ids": [4, 4]}, "holds 4 twice"),
+        ({"gamma": 0}, "gamma=0"),
+        ({"gamma": True}, "gamma=True"),
+        ({"gamma": "two"}, "gamma='two'"),
+        ({"num_layers": 9}, "num_layers=9"),
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"attention": "causal"}, "attention='causal'"),
+        ({"denoising_steps": 0}, "denoising_steps=0"),
+        ({"shifted": 1}, "shifted=1"),
+        ({"draft_vocab_ids": []}, "draft_vocab_ids is empty"),
+        ({"draft_vocab_ids": [1, 64]}, "draft_vocab_ids holds 64"),
+        ({"draft_vocab_ids": [4, 4]}, "holds 4 twice"),
         ({"draft_vocab_ids": [4, 5], "mask_token_id": 5}, "mask_token_id=5"),
     ],
 )

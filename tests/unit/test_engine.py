@@ -295,9 +295,11 @@ def test_time_is_charged_to_the_stage_that_spends_it() -> None:
         return torch.tensor([[9] * gamma]), None
 
     verifier = Tab(slow_law, sampling=GREEDY)
-    record = make_decoder(verifier, FunctionDrafter(2, slow_draft), sampler="specdiff").generate(
-        [0], max_new_tokens=4
-    ).rounds[0]
+    record = (
+        make_decoder(verifier, FunctionDrafter(2, slow_draft), sampler="specdiff")
+        .generate([0], max_new_tokens=4)
+        .rounds[0]
+    )
     assert record.draft_s >= 0.02 and record.verify_s >= 0.012  # three nodes
 
 

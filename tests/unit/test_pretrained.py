@@ -26,8 +26,14 @@ def verifier():
 @pytest.fixture
 def drafter(verifier) -> BlockDrafter:
     drafter = BlockDrafter.from_verifier(
-        verifier, num_layers=2, gamma=3, attention="causal_prefix", shifted=True, denoising_steps=2,
-        draft_vocab_ids=[5, 9, 11, 2], mask_token_id=40,
+        verifier,
+        num_layers=2,
+        gamma=3,
+        attention="causal_prefix",
+        shifted=True,
+        denoising_steps=2,
+        draft_vocab_ids=[5, 9, 11, 2],
+        mask_token_id=40,
     )
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -168,7 +174,7 @@ def test_one_flipped_bit(verifier, saved: Path) -> None:
         load_drafter(saved, verifier)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{\"format\": \"other\"}", "\x00\x01"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', "\x00\x01"])
 def test_damaged_config(verifier, saved: Path, text: str) -> None:
     (saved / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(CorruptFileError, match=r"config.json"):

@@ -129,7 +129,8 @@ def test_limit_skip_and_default_ids(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", *(json.dumps({"q": f"question {i}"}) for i in range(5)))
     prompts = JsonlPrompts(path, "q", skip=1, limit=2).load()
     assert [(p.prompt_id, p.messages[0]["content"]) for p in prompts] == [
-        ("a/00002", "question 1"), ("a/00003", "question 2")
+        ("a/00002", "question 1"),
+        ("a/00003", "question 2"),
     ]
 
 

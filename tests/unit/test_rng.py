@@ -11,9 +11,11 @@ from specdiff2.rng import TorchRandomSource
 def draws(seed: int):
     rng = TorchRandomSource(seed)
     probs = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0]])
-    return [rng.bernoulli(0.5) for _ in range(20)], [rng.categorical(probs[0]) for _ in range(20)], rng.chains(
-        probs, 20
-    ).tolist()
+    return (
+        [rng.bernoulli(0.5) for _ in range(20)],
+        [rng.categorical(probs[0]) for _ in range(20)],
+        rng.chains(probs, 20).tolist(),
+    )
 
 
 def test_same_seed_same_draws() -> None:

@@ -85,7 +85,10 @@ def test_pick_dtype(tmp_path, monkeypatch: pytest.MonkeyPatch):
         cpuinfo.write_text(f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n", encoding="utf-8")
         assert dtypes.pick_dtype("auto") == expected
     assert dtypes.describe_cpu() == {
-        "model": "Some CPU", "amx_bf16": True, "avx512_bf16": False, "threads": torch.get_num_threads()
+        "model": "Some CPU",
+        "amx_bf16": True,
+        "avx512_bf16": False,
+        "threads": torch.get_num_threads(),
     }
     assert dtypes.pick_dtype("float32") == torch.float32
     with pytest.raises(ConfigError, match="dtype='bf16'"):

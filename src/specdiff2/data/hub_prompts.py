@@ -86,9 +86,7 @@ class HubPrompts:
         is_local = local.exists()
         try:
             if builder is not None:
-                return datasets.load_dataset(
-                    builder, data_files=str(local), split=self.split, streaming=self.streaming
-                )
+                return datasets.load_dataset(builder, data_files=str(local), split=self.split, streaming=self.streaming)
             return datasets.load_dataset(
                 str(local) if is_local else self.name,
                 self.subset,

@@ -90,7 +90,8 @@ class RolloutStore:
         if num_bytes:
             _log.warning(
                 "%s: dropped %d bytes of a record that a killed process left unfinished; it is sampled again",
-                list_shards(self.folder)[-1], num_bytes,
+                list_shards(self.folder)[-1],
+                num_bytes,
             )
         self._ids = self.ids()
 

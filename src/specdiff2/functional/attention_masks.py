@@ -16,9 +16,7 @@ from specdiff2.tree import TokenTree
 
 def additive_mask(allowed: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
     """0 where ``allowed``, ``finfo(dtype).min`` elsewhere; same shape and device."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, torch.finfo(dtype).min
-    )
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def tree_attention_mask(

@@ -67,7 +67,9 @@ def sample_batch(
             alive = [alive[row] for row in kept]
         length = width + step
         logits, _ = verifier.forward(
-            tokens[:, None], cache=cache, mask=mask[..., : length + 1],
+            tokens[:, None],
+            cache=cache,
+            mask=mask[..., : length + 1],
             positions=(length - padding)[:, None],
         )
         logits = logits[:, -1]

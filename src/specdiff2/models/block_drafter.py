@@ -62,8 +62,10 @@ class BlockDrafter(nn.Module):
         self._register_vocab(torch.tensor(ids))
         self.borrowed = BorrowedEmbeddings(verifier.model, self.draft_vocab_ids)
         check_mask_token_id(
-            config.mask_token_id, pad_token_id=getattr(verifier.model.config, "pad_token_id", None),
-            eos_ids=verifier.eos_ids, num_embeddings=self.borrowed.num_rows,
+            config.mask_token_id,
+            pad_token_id=getattr(verifier.model.config, "pad_token_id", None),
+            eos_ids=verifier.eos_ids,
+            num_embeddings=self.borrowed.num_rows,
         )
         # "eager" when the verifier runs so; every other implementation cannot take an additive 4D mask
         attn = "eager" if verifier.model.config._attn_implementation == "eager" else "sdpa"
@@ -98,10 +100,17 @@ class BlockDrafter(nn.Module):
         indices = evenly_spaced(num_layers, len(base.layers))
         base_config = stack_config(base.config, indices)
         config = BlockDrafterConfig(
-            gamma=gamma, num_layers=num_layers, layer_indices=indices, attention=attention, shifted=shifted,
-            denoising_steps=denoising_steps, vocab_size=verifier.vocab_size, mask_token_id=mask_token_id,
+            gamma=gamma,
+            num_layers=num_layers,
+            layer_indices=indices,
+            attention=attention,
+            shifted=shifted,
+            denoising_steps=denoising_steps,
+            vocab_size=verifier.vocab_size,
+            mask_token_id=mask_token_id,
             draft_vocab_ids=None if draft_vocab_ids is None else [int(i) for i in draft_vocab_ids],
-            verifier_name=verifier.name, verifier_fingerprint=verifier.fingerprint,
+            verifier_name=verifier.name,
+            verifier_fingerprint=verifier.fingerprint,
             tokenizer_fingerprint=tokenizer_fingerprint(verifier.tokenizer),
             base_config=json.loads(base_config.to_json_string(use_diff=False)),
         )
@@ -135,14 +144,13 @@ class BlockDrafter(nn.Module):
             tie = torch.stack([parameter.sum() for parameter in self.parameters()]).sum().float() * 0.0
             return tie + torch.zeros((0, gamma, len(self.draft_vocab_ids)), device=self.device)
         layout, mask = self._layout(batch)
-        hidden = run_stack(self.stack, self._packed_embeddings(batch, layout), mask, layout.position_ids, layout.read_index)
+        embeddings = self._packed_embeddings(batch, layout)
+        hidden = run_stack(self.stack, embeddings, mask, layout.position_ids, layout.read_index)
         return self.borrowed.logits(hidden)
 
     def forward_with_prefix(
         self, batch: WindowBatch
-    ) -> tuple[
-        Float[Tensor, "window gamma draft_vocab"], Float[Tensor, "token draft_vocab"], Int[Tensor, " token"]
-    ]:
+    ) -> tuple[Float[Tensor, "window gamma draft_vocab"], Float[Tensor, "token draft_vocab"], Int[Tensor, " token"]]:
         """``forward``, and the next-token logits with their targets (ids) at every sampled token before an anchor.
 
         These rows are computed anyway, as the prefix; each one is what position 1 of a window would be there.
@@ -154,8 +162,8 @@ class BlockDrafter(nn.Module):
         if not self.config.shifted or self.config.attention != "causal_prefix" or batch.completion_start is None:
             raise ConfigError(
                 f"prefix loss with shifted={self.config.shifted}, attention={self.config.attention!r}, "
-                f"completion_start={batch.completion_start}: expected shifted=true, attention='causal_prefix' and known "
-                "completion starts; set prefix_loss_weight=0 otherwise"
+                f"completion_start={batch.completion_start}: expected shifted=true, attention='causal_prefix' and "
+                "known completion starts; set prefix_loss_weight=0 otherwise"
             )
         if batch.num_windows == 0:
             logits = self.forward(batch)
@@ -163,7 +171,8 @@ class BlockDrafter(nn.Module):
         layout, mask = self._layout(batch)
         index, row, column = prefix_rows(layout, batch.lengths, batch.completion_start)
         read = torch.cat([layout.read_index.flatten(), index])
-        hidden = run_stack(self.stack, self._packed_embeddings(batch, layout), mask, layout.position_ids, read)
+        embeddings = self._packed_embeddings(batch, layout)
+        hidden = run_stack(self.stack, embeddings, mask, layout.position_ids, read)
         logits = self.borrowed.logits(hidden)
         num_window_rows = layout.read_index.numel()
         window_logits = logits[:num_window_rows].unflatten(0, layout.read_index.shape)
@@ -172,8 +181,12 @@ class BlockDrafter(nn.Module):
     def _layout(self, batch: WindowBatch) -> tuple[WindowLayout, Tensor]:
         """Where everything goes in the packed batch, and its additive attention mask."""
         layout = window_layout(
-            batch.lengths, batch.window_row, batch.anchor, batch.targets.shape[1],
-            attention=self.config.attention, shifted=self.config.shifted,
+            batch.lengths,
+            batch.window_row,
+            batch.anchor,
+            batch.targets.shape[1],
+            attention=self.config.attention,
+            shifted=self.config.shifted,
         )
         mask = additive_mask(layout.allowed, self._compute_dtype())
         return layout, mask.expand(-1, -1, layout.position_ids.shape[1], -1)
@@ -233,4 +246,3 @@ class BlockDrafter(nn.Module):
             parent, _, leaf = name.rpartition(".")
             setattr(self.stack.get_submodule(parent), leaf, exact.to(self.device))
         return self
-

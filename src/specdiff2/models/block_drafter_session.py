@@ -161,6 +161,10 @@ class BlockDrafterSession:
         if end > self._positions.shape[0]:  # a window longer than the drafter's own
             self._positions = torch.arange(2 * end, device=embeddings.device)
         return run_stack(
-            self._drafter.stack, embeddings[None], additive_mask(mask, embeddings.dtype),
-            self._positions[None, first_position:end], self._positions[first_read:num_rows], self._cache,
+            self._drafter.stack,
+            embeddings[None],
+            additive_mask(mask, embeddings.dtype),
+            self._positions[None, first_position:end],
+            self._positions[first_read:num_rows],
+            self._cache,
         )

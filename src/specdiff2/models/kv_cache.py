@@ -92,8 +92,14 @@ class PreallocatedCache(Cache):
     """
 
     def __init__(
-        self, num_layers: int, batch: int, num_heads: int, capacity: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        self,
+        num_layers: int,
+        batch: int,
+        num_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         shape = (2 * num_layers, batch, num_heads, capacity, head_dim)
         # zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN from old memory is NaN

@@ -99,23 +99,36 @@ def run_stack(
 
 
 def run_generic(
-    stack: Stack, embeddings: Tensor, mask: Tensor, position_ids: Tensor, read_index: Tensor,
+    stack: Stack,
+    embeddings: Tensor,
+    mask: Tensor,
+    position_ids: Tensor,
+    read_index: Tensor,
     cache: PreallocatedCache | None = None,
 ) -> Tensor:
     output = stack(
-        inputs_embeds=embeddings, attention_mask=mask, position_ids=position_ids, use_cache=cache is not None,
+        inputs_embeds=embeddings,
+        attention_mask=mask,
+        position_ids=position_ids,
+        use_cache=cache is not None,
         **_cache_argument(stack, cache),
     )
     return output.last_hidden_state.flatten(0, 1)[read_index]
 
 
 def run_plain(
-    stack: Stack, embeddings: Tensor, mask: Tensor, position_ids: Tensor, read_index: Tensor,
+    stack: Stack,
+    embeddings: Tensor,
+    mask: Tensor,
+    position_ids: Tensor,
+    read_index: Tensor,
     cache: PreallocatedCache | None = None,
 ) -> Tensor:
     rotary = stack.rotary_emb(embeddings, position_ids)
     shared: dict[str, Any] = dict(
-        attention_mask=mask, position_embeddings=rotary, position_ids=position_ids,
+        attention_mask=mask,
+        position_embeddings=rotary,
+        position_ids=position_ids,
         **_cache_argument(stack.layers[0], cache),
     )
     hidden = embeddings

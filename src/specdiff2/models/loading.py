@@ -62,7 +62,10 @@ def load_model_and_tokenizer(
 
 
 def resolve_source(
-    source: str | Path, *, revision: str | None = None, gguf_file: str | None = None,
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    gguf_file: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> str:
     """A local folder or a hub id; GGUF sources are converted here.

@@ -68,7 +68,9 @@ def save_drafter(
             "rate and resume from an earlier checkpoint"
         )
     record = {
-        "format": FORMAT, "format_version": FORMAT_VERSION, "drafter": drafter.config.to_dict(),
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "drafter": drafter.config.to_dict(),
         "training": dict(extra or {}),
     }
     _dump(record)  # fails here, before anything is written, if it cannot be stored
@@ -122,15 +124,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for path in (folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE):
         if not path.exists():
             kept = _backup_of(folder)
-            found = f"an interrupted save left {kept}: rename it to {folder.name}" if kept.exists() else (
-                "expected a folder written by save_drafter; train one (python train.py) or correct the path")
+            found = (
+                f"an interrupted save left {kept}: rename it to {folder.name}"
+                if kept.exists()
+                else ("expected a folder written by save_drafter; train one (python train.py) or correct the path")
+            )
             raise CorruptFileError(f"drafter {folder}: {path} does not exist; {found}")
     try:
         record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except ValueError as error:  # also UnicodeDecodeError
         raise _corrupt(folder, CONFIG_FILE, f"not valid JSON ({error})") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise _corrupt(folder, CONFIG_FILE, f"expected a config with \"format\": \"{FORMAT}\"")
+        raise _corrupt(folder, CONFIG_FILE, f'expected a config with "format": "{FORMAT}"')
     if record.get("format_version") != FORMAT_VERSION:
         raise MismatchError(
             f"drafter {folder}: format_version={record.get('format_version')!r}, expected {FORMAT_VERSION}; "
@@ -144,18 +149,20 @@ def _parse_config(record: dict[str, Any], folder: Path) -> BlockDrafterConfig:
     known = {field.name for field in dataclasses.fields(BlockDrafterConfig)}
     if not isinstance(values, dict) or set(values) != known:
         difference = sorted(known ^ set(values if isinstance(values, dict) else ()))
-        raise _corrupt(folder, CONFIG_FILE, f"missing or unknown keys under \"drafter\": {', '.join(difference)}")
+        raise _corrupt(folder, CONFIG_FILE, f'missing or unknown keys under "drafter": {", ".join(difference)}')
     return BlockDrafterConfig(**values)
 
 
 def _check_belongs(config: BlockDrafterConfig, verifier: HFVerifier, folder: Path) -> None:
     checks = {
         "verifier": (
-            f"{config.verifier_name} ({config.verifier_fingerprint})", f"{verifier.name} ({verifier.fingerprint})",
+            f"{config.verifier_name} ({config.verifier_fingerprint})",
+            f"{verifier.name} ({verifier.fingerprint})",
             config.verifier_fingerprint == verifier.fingerprint,
         ),
         "tokenizer": (
-            config.tokenizer_fingerprint, tokenizer_fingerprint(verifier.tokenizer),
+            config.tokenizer_fingerprint,
+            tokenizer_fingerprint(verifier.tokenizer),
             config.tokenizer_fingerprint == tokenizer_fingerprint(verifier.tokenizer),
         ),
         "vocabulary size": (config.vocab_size, verifier.vocab_size, config.vocab_size == verifier.vocab_size),
@@ -188,7 +195,8 @@ def _check_tensors(tensors: dict[str, Tensor], drafter: BlockDrafter, folder: Pa
     problems += [f"{name} is unknown" for name in sorted(found.keys() - expected.keys())]
     problems += [
         f"{name} has shape {found[name]}, expected {expected[name]}"
-        for name in sorted(expected.keys() & found.keys()) if found[name] != expected[name]
+        for name in sorted(expected.keys() & found.keys())
+        if found[name] != expected[name]
     ]
     if problems:
         raise MismatchError(

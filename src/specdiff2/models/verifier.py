@@ -107,11 +107,20 @@ class HFVerifier:
             CorruptFileError: a file is truncated or not what it claims to be.
         """
         model, tokenizer = load_model_and_tokenizer(
-            source, revision=revision, gguf_file=gguf_file, dtype=dtype, attn_implementation=attn_implementation,
-            device=device, cache_dir=cache_dir,
+            source,
+            revision=revision,
+            gguf_file=gguf_file,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            device=device,
+            cache_dir=cache_dir,
         )
         return cls(
-            model, tokenizer, name=str(source), sampling=sampling, output_features=output_features,
+            model,
+            tokenizer,
+            name=str(source),
+            sampling=sampling,
+            output_features=output_features,
             pack_weights=pack_weights,
         )
 
@@ -188,8 +197,13 @@ class HFVerifier:
         ``logits_to_keep``: the last n positions, 0 for all, or their indices.
         """
         output = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache is not None,
-            logits_to_keep=logits_to_keep, output_hidden_states=self.output_features, return_dict=True,
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=cache is not None,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=self.output_features,
+            return_dict=True,
             **{self._cache_argument: cache},
         )
         hidden = output.hidden_states[-1] if self.output_features else None
