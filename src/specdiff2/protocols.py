@@ -5,7 +5,7 @@ Only signatures; every implementation can be replaced by a small table in the te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -136,6 +136,7 @@ class Decoder(Protocol):
         *,
         max_new_tokens: int,
         rng: RandomSource,
+        stop_ids: Collection[int] = (),
         stop_strings: Sequence[str] = (),
         on_tokens: Callable[[list[int], str], None] | None = None,
     ) -> Generation:

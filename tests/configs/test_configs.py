@@ -10,6 +10,7 @@ from hydra.errors import ConfigCompositionException
 
 from specdiff2.objectives import ObjectiveSchedule
 from specdiff2.runtime import build
+from specdiff2.runtime.command import clear_composition_error
 from specdiff2.runtime.config_schema import EvalConfig, TrainConfig, locate
 from specdiff2.runtime.factories import SamplerSettings
 from specdiff2.types import ConfigError, NotLosslessError, SpecDiffError
@@ -43,6 +44,7 @@ COMMANDS = [  # what the README and the issue promise
     ("train", ["objective=dpace"]),
     ("train", ["logger=[csv,wandb,tensorboard]"]),
     ("train", ["resume=true"]),
+    ("train", ["model.attention=bidirectional"]),
     ("train", ["resume=outputs/train/2026-01-01/00-00-00"]),
     ("eval", ["sampler.K=8", "sampler.gamma=8"]),
     ("eval", ["prompt='Why is the sky blue?'"]),
@@ -70,6 +72,7 @@ WRONG = [  # (script, overrides, what the message must name)
     ("train", ["model.gamma=two"], "model.gamma='two'"),
     ("train", ["+model.gama=3"], "did you mean 'model.gamma'"),
     ("train", ["max_steps=0"], "max_steps=0"),
+    ("train", ["num_probe_prompts=0"], "num_probe_prompts=0"),
     ("train", ["+objective.main.decays=0.5"], "objective.main.decays"),
     ("train", ["+trainer.max_step=3"], "trainer.max_step"),
     ("train", ["data.online=maybe"], "data.online='maybe': expected true or false"),
@@ -120,14 +123,18 @@ def test_wrong_settings_are_refused_by_name(script: str, overrides: list[str], n
 def test_keys_unknown_to_hydra_get_the_nearest_one(key: str, near: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigCompositionException) as caught:
         build.load_config(CONF, "eval", [f"{key}=3"], tmp_path)
-    message = str(build._clear_composition_error(caught.value, CONF))
+    message = str(clear_composition_error(caught.value, CONF))
     assert repr(key) in message and near in message
 
 
 def test_demo_compares_before_and_after_with_the_same_drafts(tmp_path: Path) -> None:
     methods = checked("eval", ["experiment=demo", "sampler.K=3"], tmp_path)["methods"]
-    assert list(methods) == ["specdiff", "specdiff2", "tree_match"]
+    assert list(methods) == ["specdiff", "specdiff_distilled", "specdiff2", "tree_match"]
     assert methods["specdiff"]["drafter"].endswith("smollm2_block/before") and methods["specdiff"]["K"] == 1
+    # the two single-draft rows differ in the drafter alone, so their streaks show what training brought
+    differing = {k for k, v in methods["specdiff"].items() if methods["specdiff_distilled"][k] != v}
+    assert differing == {"name", "drafter"}
+    assert methods["specdiff_distilled"]["drafter"] == methods["specdiff2"]["drafter"]
     assert [methods[name]["K"] for name in ("specdiff2", "tree_match")] == [3, 3]
     assert methods["specdiff2"]["drafter"] == methods["tree_match"]["drafter"]
 
@@ -141,6 +148,16 @@ def test_selection_before_a_ratio_rule_is_refused_without_a_model(tmp_path: Path
 def test_precision_follows_the_machine_or_the_user(tmp_path: Path) -> None:
     assert checked("train", [], tmp_path)["trainer"]["precision"] in ("bf16-mixed", "32-true")
     assert checked("train", ["trainer.precision=64-true"], tmp_path)["trainer"]["precision"] == "64-true"
+
+
+@pytest.mark.parametrize(("has_gpu", "expected"), [(True, "gpu"), (False, "cpu")])
+def test_training_runs_where_the_verifier_is(
+    has_gpu: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    precision = "trainer.precision=32-true"
+    assert checked("train", [precision], tmp_path)["trainer"]["accelerator"] == expected
+    assert checked("train", [precision, "trainer.accelerator=cpu"], tmp_path)["trainer"]["accelerator"] == "cpu"
 
 
 def test_warmup_is_a_share_or_a_number_of_steps(tmp_path: Path) -> None:

@@ -307,3 +307,38 @@ def test_damaged_gguf_is_named(tmp_path):
         with pytest.raises(CorruptFileError, match=message):
             HFVerifier.from_pretrained(str(tmp_path / "x.gguf"), cache_dir=tmp_path / "cache")
         assert list((tmp_path / "cache").iterdir()) == []  # nothing half-written stays
+
+
+# ---------------------------------------------------------------- settings refused before loading; hooks
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"attn_implementation": "flash_attention_2"}, "attn_implementation='flash_attention_2'"),
+        ({"device": "gpu"}, "device='gpu'"),
+        ({"device": "cuda:99"}, r"device='cuda:99': torch sees \d+ CUDA"),
+    ],
+)
+def test_settings_are_checked_before_anything_loads(options: dict[str, str], named: str):
+    with pytest.raises(ConfigError, match=named):
+        HFVerifier.from_pretrained("/no/such/model", **options)
+
+
+def test_a_model_with_another_attention_is_refused():
+    model = tiny_llama()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ConfigError, match="attn_implementation='flex_attention'"):
+        HFVerifier(model, None, name="flex")
+
+
+def test_an_unknown_model_type_is_one_config_error(folder):
+    record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**record, "model_type": "no_such_type"}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no_such_type[\s\S]*causal language model"):
+        HFVerifier.from_pretrained(str(folder), dtype="float32")
+
+
+def test_verifiers_sharing_a_model_share_one_hook():
+    model = tiny_llama()
+    for name in ("one", "two"):
+        HFVerifier(model, None, name=name)
+    assert len(model.get_output_embeddings()._forward_pre_hooks) == 1

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from specdiff2.models.verifier import HFVerifier
 from specdiff2.runtime import build
 from specdiff2.runtime.config_schema import EvalConfig, TrainConfig
 from specdiff2.runtime.evaluation import evaluate
 from specdiff2.runtime.rebuild_report import main as rebuild_report
 from specdiff2.runtime.training import find_checkpoint, train
-from specdiff2.types import ConfigError, CorruptFileError, MismatchError
+from specdiff2.types import ConfigError, CorruptFileError, MismatchError, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -92,9 +93,14 @@ def test_eval_writes_records_summary_and_report(trained: Path, run_script: Run, 
     assert all(json.loads(line)["rounds"] is not None for line in records if line)
     assert "tokens/s" in done.stdout and str(run / "report.html") in done.stdout
     report = (run / "report.html").read_text(encoding="utf-8")
-    assert "<html" in report and "http-equiv" not in report and "val/streak" not in summary
+    curves = "streak over training"
+    assert "<html" in report and "http-equiv" not in report and curves in report
     before = (run / "report.html").stat().st_mtime_ns
     assert rebuild_report([str(run)]) == 0 and (run / "report.html").stat().st_mtime_ns > before
+    again = (run / "report.html").read_text(encoding="utf-8")
+    assert again.count("<svg") == report.count("<svg") and curves in again  # the training section is still there
+    (run / "training_runs.json").write_text("{", encoding="utf-8")
+    assert rebuild_report([str(run)]) == 1
 
 
 def test_prompt_shows_streaks(
@@ -126,7 +132,9 @@ def test_every_sampler_decodes_at_both_temperatures(
 
 
 def test_untrained_drafter(tiny_options: Options, tmp_path: Path) -> None:
-    run = evaluate_here(tiny_options, tmp_path, "drafter=untrained", "model.gamma=3", "sampler.gamma=2")
+    stops = "stop_ids=[5,6]"
+    run = evaluate_here(tiny_options, tmp_path, "drafter=untrained", "model.gamma=3", "sampler.gamma=2", stops)
+    assert strict_json(run / "benchmark.json")["stop_ids"] == [5, 6]
     assert strict_json(run / "summary.json")["rows"][1]["gamma"] == 2
 
 
@@ -151,10 +159,44 @@ def test_resume_continues_in_a_new_run(
     run = train_here(tiny_options, tmp_path / "r", "resume=outputs/train/a/b", "max_steps=10", "publish=false")
     with (run / "metrics.csv").open(encoding="utf-8") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
-    assert min(steps) >= 8 and (run / "drafter/last").is_dir()
+    assert steps == list(range(10))  # the earlier run's curve, then its continuation
+    old = Path("outputs/train/a/b/drafter")
+    for name in ("before", "best", "last"):  # the first two were exported by the earlier run only
+        assert (run / "drafter" / name / "model.safetensors").is_file()
+    before = "before/model.safetensors"
+    assert (run / "drafter" / before).read_bytes() == (old / before).read_bytes()
     assert find_checkpoint(True, Path("outputs")) == str(Path("outputs/train/a/b/checkpoints/last.ckpt"))
+    no_verifier = "verifier.source=/nowhere"  # refused before a model loads
     with pytest.raises(MismatchError, match="gamma"):
-        train_here(tiny_options, tmp_path / "s", "resume=outputs/train/a/b", "max_steps=10", "model.gamma=3")
+        train_here(tiny_options, tmp_path / "s", "resume=outputs/train/a/b", "model.gamma=3", no_verifier)
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(Path("outputs/train/a/b/checkpoints/last.ckpt").read_bytes()[:5000])
+    with pytest.raises(CorruptFileError, match=r"cut\.ckpt"):
+        train_here(tiny_options, tmp_path / "s", f"resume={cut}", no_verifier)
+
+
+def test_the_expected_streak_reads_the_law_of_the_rollouts(
+    tiny_options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    original = HFVerifier.window_probs
+
+    def spy(self: HFVerifier, batch: Any, ids: Any, sampling: SamplingParams) -> Any:
+        seen.append(sampling)
+        return original(self, batch, ids, sampling)
+
+    monkeypatch.setattr(HFVerifier, "window_probs", spy)
+    law = ["data.rollouts.temperatures=[0.7]", "data.rollouts.top_k=5", "data.rollouts.top_p=0.9"]
+    paths = [f"paths.outputs={tmp_path}", "callbacks.decoding_probe=null", "max_steps=5"]
+    train_here(tiny_options, tmp_path / "r", "objective=streak_expected", *law, *paths)
+    assert seen and set(seen) == {SamplingParams(0.7, 5, 0.9)}
+
+
+def test_held_out_prompts_that_are_trained_on_are_refused_before_a_model_loads(
+    tiny_options: Options, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"data\.val_prompts: 1 of 3"):
+        train_here(tiny_options, tmp_path, "data.train_prompts.skip=2", "verifier.source=/nowhere")
 
 
 @pytest.mark.parametrize("objective", ["ce_decay", "mdm", "streak_expected"])
@@ -173,6 +215,9 @@ def test_missing_and_damaged_drafters_are_refused_before_the_verifier_loads(
     no_verifier = "verifier.source=/nowhere"  # would fail otherwise
     with pytest.raises(ConfigError, match=r"python train\.py.*make demo"):
         evaluate_here(tiny_options, tmp_path, "drafter=/nowhere/best", no_verifier)
+    trained_drafter = f"drafter={trained / 'outputs/drafters/smollm2_block/best'}"
+    with pytest.raises(ConfigError, match=r"gamma=99 of sampler 'specdiff2': expected at most 4"):
+        evaluate_here(tiny_options, tmp_path, trained_drafter, "sampler.gamma=99", no_verifier)
     with pytest.raises(ConfigError, match="prompt=' '"):
         evaluate_here(tiny_options, tmp_path, "drafter=untrained", "prompt=' '", no_verifier)
     damaged = shutil.copytree(trained / "outputs/drafters/smollm2_block/best", tmp_path / "damaged")

@@ -78,6 +78,7 @@ def test_a_mask_of_ones_is_fine_and_the_model_comes_back_as_it_was() -> None:
     plain = model().generate(PROMPT, max_new_tokens=6, do_sample=False)
     out = speculate(base, PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=6, do_sample=False)
     assert torch.equal(out, plain)
+    assert not base.lm_head._forward_pre_hooks
     assert base.training and base.model.embed_tokens.weight.requires_grad and not base.lm_head.weight.requires_grad
 
 

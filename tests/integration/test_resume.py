@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_training import GAMMA, make_drafter, resumable_run
 
+from specdiff2.training.checkpointing import CONFIG_KEYS, signature_of, verify_signature
 from specdiff2.types import MismatchError
 
 
@@ -51,10 +52,12 @@ def test_checkpoint_is_plain_trainable_only_and_strict(tmp_path, straight):
     checkpoint = torch.load(path, weights_only=True)
     verifier, drafter = make_drafter()
     assert set(checkpoint["state_dict"]) == {f"drafter.{name}" for name, _ in drafter.named_parameters()}
-    big = verifier.model.get_input_embeddings().weight.numel()
-    assert all(tensor.numel() < big * 4 for tensor in checkpoint["state_dict"].values())
+    lent = [verifier.model.get_input_embeddings().weight, verifier.model.get_output_embeddings().weight]
+    for tensor in checkpoint["state_dict"].values():
+        assert not any(tensor.shape == weight.shape and torch.equal(tensor, weight) for weight in lent)
     assert checkpoint["specdiff2"]["gamma"] == GAMMA
     assert checkpoint["specdiff2"]["schedule"][0]["objective"] == "Mdm()"
+    assert checkpoint["specdiff2"]["verifier_fingerprint"] == verifier.fingerprint
     with pytest.raises(MismatchError, match="gamma"):
         resumable_run(tmp_path, 12, checkpoint=str(path), gamma=GAMMA + 1)
     key = next(key for key in checkpoint["state_dict"] if key.endswith("mask_embedding"))
@@ -62,3 +65,13 @@ def test_checkpoint_is_plain_trainable_only_and_strict(tmp_path, straight):
     torch.save(checkpoint, tmp_path / "renamed.ckpt")
     with pytest.raises(MismatchError, match="mask_embedding"):
         resumable_run(tmp_path, 12, checkpoint=str(tmp_path / "renamed.ckpt"))
+
+
+@pytest.mark.parametrize("change", [{"shifted": True}, {"attention": "bidirectional"}, {"denoising_steps": 2}])
+def test_a_checkpoint_of_another_window_layout_is_refused(change):
+    _, drafter = make_drafter()
+    recorded = signature_of(drafter)
+    verify_signature(drafter, recorded)
+    verify_signature(drafter, {key: value for key, value in recorded.items() if key not in CONFIG_KEYS})  # an older one
+    with pytest.raises(MismatchError, match=next(iter(change))):
+        verify_signature(make_drafter(**change)[1], recorded)

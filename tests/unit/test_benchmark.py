@@ -23,7 +23,7 @@ from specdiff2.evaluation.metrics import summarize, write_summary
 from specdiff2.evaluation.records import RECORDS_FILE, Record, read_records
 from specdiff2.evaluation.report import write_report
 from specdiff2.protocols import RandomSource
-from specdiff2.types import ConfigError, Generation, MismatchError, RoundRecord, SamplingParams
+from specdiff2.types import ConfigError, CorruptFileError, Generation, MismatchError, RoundRecord, SamplingParams
 
 
 @dataclass
@@ -58,6 +58,7 @@ class FakeDecoder:
         *,
         max_new_tokens: int,
         rng: RandomSource,
+        stop_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         on_tokens: Any = None,
     ) -> Generation:
@@ -172,6 +173,7 @@ def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
         ({"seed": 1}, r"seed=0, now seed=1"),
         ({"max_new_tokens": 5}, r"max_new_tokens=4, now max_new_tokens=5"),
         ({"stop_strings": ["x"]}, r"stop_strings=\[\], now"),
+        ({"stop_ids": [3]}, r"stop_ids=\[\], now stop_ids=\[3\]"),
         ({"benchmark_name": "other"}, r"benchmark='toy', now benchmark='other'"),
     ],
 )
@@ -189,6 +191,26 @@ def test_other_prompts_decoders_or_temperature_are_refused(tmp_path: Path) -> No
         bench(toy_prompts(2), fakes("a", "b")).run(tmp_path)
     with pytest.raises(MismatchError, match=r"decoders\.a\.temperature=0\.5, now decoders\.a\.temperature=0\.7"):
         bench(toy_prompts(2), fakes("a", sampling=SamplingParams(temperature=0.7))).run(tmp_path)
+
+
+def test_damaged_settings_are_named(tmp_path: Path) -> None:
+    bench(toy_prompts(2), fakes("a")).run(tmp_path)
+    (tmp_path / "benchmark.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CorruptFileError, match=r"benchmark\.json is not JSON.*use another folder"):
+        bench(toy_prompts(2), fakes("a")).run(tmp_path)
+
+
+def test_what_decides_the_seconds_is_part_of_the_fingerprint() -> None:
+    verifier = tiny_verifier(dtype=torch.bfloat16)
+    found = bench(toy_prompts(1), {"a": AutoregressiveDecoder(verifier)}).fingerprint()
+    assert found["threads"] == torch.get_num_threads()
+    assert (found["decoders"]["a"]["verifier_dtype"], found["decoders"]["a"]["verifier_device"]) == ("bfloat16", "cpu")
+
+
+def test_stop_ids_reach_every_decoder(tmp_path: Path) -> None:
+    prompts = [ToyPrompt("z", [{"role": "user", "content": chr(55)}])]  # encodes to [0]
+    bench(prompts, engine_decoders(), max_new_tokens=10, stop_ids=[2]).run(tmp_path)
+    assert {(tuple(one.tokens), one.stop_reason) for one in measured(tmp_path)} == {((1, 2), "stop")}
 
 
 # ---------------------------------------------------------------- refusals before any work
@@ -308,6 +330,7 @@ def test_divergences_are_explained_by_the_verifier(tmp_path: Path) -> None:
     assert found["dtype"] == "float32"
     summary = found["methods"][0]
     assert (summary["method"], summary["checked"], summary["diverged"]) == ("fast", 3, 2)
+    assert summary["num_unexplained"] == 2  # one far from a tie, one that ended early
     first, ended = found["divergences"]
     assert (first["position"], first["expected"], first["got"], first["top2"]) == (1, best, second, [best, second])
     gap = float(logits[best].detach() - logits[second].detach())

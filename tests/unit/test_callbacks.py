@@ -2,6 +2,7 @@
 
 import csv
 import math
+import shutil
 from functools import partial
 
 import lightning.pytorch as pl
@@ -146,7 +147,7 @@ def test_drafter_export_before_best_last(tmp_path):
     assert step == best["step"] == export.best_step and facts["val/streak"] == best["val/streak"]
     assert min(entry[1] for entry in saved if entry[0] == "best") >= 3
     torch.testing.assert_close(saved[-1][2], module.drafter.table.detach())
-    copy = DrafterExport(tmp_path, save)
+    copy = DrafterExport(tmp_path / "drafter", save)
     copy.load_state_dict(export.state_dict())
     assert copy.best_value == export.best_value and copy.state_dict() == export.state_dict()
 
@@ -155,8 +156,38 @@ def test_drafter_export_must_follow_the_monitor(tmp_path):
     monitor = StreakMonitor(batches=[windows(0)])
     with pytest.raises(ConfigError, match="StreakMonitor"):
         fit(tmp_path, [DrafterExport(tmp_path, lambda *_: None), monitor])
+
+    class NoStep(pl.Callback):
+        def on_train_batch_start(self, *_):
+            raise AssertionError("trained although the metric does not exist")
+
     with pytest.raises(ConfigError, match="val/typo"):
-        fit(tmp_path, [monitor, DrafterExport(tmp_path, lambda *_: None, monitor="val/typo")], max_steps=3)
+        fit(tmp_path, [monitor, DrafterExport(tmp_path, lambda *_: None, monitor="val/typo"), NoStep()], max_steps=3)
+
+
+def test_drafter_export_takes_over_what_the_resumed_run_exported(tmp_path, caplog):
+    def save(drafter, folder, facts):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(str(facts["step"]), encoding="utf-8")
+
+    first = DrafterExport(tmp_path / "old", save)
+    fit(tmp_path, [StreakMonitor(every_n_steps=1, batches=[windows(0)]), first], max_steps=6)
+    best = (tmp_path / "old/best/config.json").read_text(encoding="utf-8")
+    state = first.state_dict()
+    state["best_value"] = 99.0  # nothing later can be better
+
+    def resumed(folder):
+        export = DrafterExport(folder, save)
+        export.load_state_dict(state)
+        fit(tmp_path, [StreakMonitor(every_n_steps=1, batches=[windows(0)]), export], max_steps=6)
+        return export
+
+    assert resumed(tmp_path / "new").exported == {"before", "best", "last"}
+    assert (tmp_path / "new/best/config.json").read_text(encoding="utf-8") == best
+    assert (tmp_path / "new/before/config.json").read_text(encoding="utf-8") == "3"
+    shutil.rmtree(tmp_path / "old")  # then the best from here on is exported, and `before` is missing
+    assert resumed(tmp_path / "third").exported == {"best", "last"}
+    assert "goes on without it" in caplog.text
 
 
 class FakeDecoder:

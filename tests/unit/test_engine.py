@@ -24,13 +24,15 @@ import specdiff2
 from specdiff2.decoding.acceptance import BlockRule, GreedyRule, LeviathanRule, TreeMatchRule
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.loading import load_speculative_decoder
 from specdiff2.decoding.samplers import SAMPLERS, make_decoder
 from specdiff2.decoding.selection import SelfSelection
 from specdiff2.decoding.timing import Stopwatch
+from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.protocols import RandomSource
 from specdiff2.rng import TorchRandomSource
 from specdiff2.tree import TokenTree
-from specdiff2.types import ConfigError, NotLosslessError, SamplingParams
+from specdiff2.types import ConfigError, CorruptFileError, MismatchError, NotLosslessError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -351,3 +353,39 @@ def test_overhead_of_a_round_with_a_real_vocabulary(temperature: float) -> None:
     rounds = decoder.generate([0], max_new_tokens=20).rounds[:-5]
     assert {record.num_nodes for record in rounds} == {33}
     assert statistics.median(record.other_s for record in rounds) < 0.05
+
+
+# ---------------------------------------------------------------- stop ids, and refusals before a model loads
+@pytest.mark.parametrize("sampler", ["specdiff", "tree_match"])
+def test_stop_ids_inside_a_window_end_the_output(sampler: str) -> None:
+    verifier = counting()
+    decoder = make_decoder(verifier, Script([1, 2, 3, 4], 16), sampler=sampler, num_drafts=1)
+    for generation in (
+        decoder.generate([0], max_new_tokens=12, stop_ids=[3]),
+        AutoregressiveDecoder(verifier).generate([0], max_new_tokens=12, stop_ids=[3]),
+    ):
+        assert (generation.tokens, generation.stop_reason) == ([1, 2, 3], "stop")
+    with pytest.raises(ConfigError, match=r"stop_ids=\[999\]"):
+        decoder.generate([0], max_new_tokens=12, stop_ids=[999])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "error", "named"),
+    [
+        (Script([1, 2], 16), {"sampler": "nothing"}, ConfigError, "sampler='nothing'"),
+        (Script([1, 2], 16), {"sampler": "leviathan", "num_drafts": 4}, ConfigError, "K=4"),
+        (Script([1, 2], 16), {"gamma": 3}, ConfigError, "gamma=3"),
+        ("/nowhere/drafter", {}, CorruptFileError, "/nowhere/drafter"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_the_verifier_loads(
+    drafter: Any, options: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        load_speculative_decoder("/no/such/verifier", drafter, **options)
+
+
+def test_a_drafter_object_for_another_vocabulary_is_refused() -> None:
+    drafter = BlockDrafter.from_verifier(tiny_verifier(32), num_layers=1)
+    with pytest.raises(MismatchError, match=r"32 tokens.*64"):
+        load_speculative_decoder(tiny_verifier(), drafter)

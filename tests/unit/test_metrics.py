@@ -273,6 +273,10 @@ def test_accuracy() -> None:
     assert is_correct("it is 18.00", "long story #### 18") is True
     assert is_correct("it is 17", "18") is False
     assert is_correct("17", "a word") is None
+    for one in ("18", "$18", "1,234.5", "-3", "4 then #### $ 3"):
+        assert is_correct(one, one) is True, one
+    for other in (r"\frac{14}{3}", r"\left( 3, \frac{\pi}{2} \right)", "3 or 4", "x = 3", "12%", "1e5", "", "####"):
+        assert is_correct("3", other) is None, other
     graded = accuracy([record(answer="42"), record(answer="41"), record(), record(answer="none")])
     assert graded == {"graded": 2, "correct": 1, "accuracy": 0.5}
     assert accuracy([record()]) is None
@@ -360,4 +364,29 @@ def test_tables(tmp_path: Path) -> None:
     assert "lossless check at T=0: 8 of 8" in text
     assert plain_table([]) == "no measured prompts"
     markdown = markdown_table(rows).split("\n")
-    assert len({line.count("|") for line in markdown[2:]}) == 1
+    assert markdown[-2] == "" and markdown[-1].startswith("lossless check at T=0")
+    assert len({line.count("|") for line in markdown[2:-2]}) == 1
+
+
+def test_lossless_note_says_how_near_divergences_are(tmp_path: Path) -> None:
+    records = [
+        baseline("p0"), record("specdiff2", "p0"),
+        baseline("p1"), record("specdiff2", "p1", tokens=[10, 11, 99]),
+    ]  # fmt: skip
+    write_run(tmp_path, records)
+    path = tmp_path / "divergences.json"
+    found = {"method": "specdiff2", "benchmark": "toy", "checked": 2, "diverged": 1, "max_margin_ulp": 1.5}
+
+    def table(num_unexplained: int, diverged: int = 1) -> str:
+        methods = [{**found, "num_unexplained": num_unexplained, "diverged": diverged}]
+        path.write_text(json.dumps({"dtype": "bfloat16", "methods": methods, "divergences": []}), encoding="utf-8")
+        return markdown_table(write_summary(tmp_path)["rows"])
+
+    assert "1 of 2 outputs equal" in table(0) and "near-ties, all within 1.5 spacings of bfloat16" in table(0)
+    assert "1 of the 1 others NOT at a near-tie" in table(1)
+    assert "near-tie" not in table(0, diverged=2)  # of other records: no claim
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(CorruptFileError, match=r"divergences\.json"):
+        write_summary(tmp_path)
+    sampled = markdown_table(summarize([record(temperature=1.0)])["rows"])
+    assert "lossless" not in sampled and sampled == sampled.strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from specdiff2.models import pretrained
 from specdiff2.models.block_drafter import BlockDrafter
+from specdiff2.models.packed_linear import PackedLinear, _available
 from specdiff2.models.pretrained import load_drafter, read_training_info, save_drafter
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, SamplingParams, SpecDiffError
 
@@ -257,3 +259,24 @@ def test_training_info_is_strict_json(drafter, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="strict JSON"):
             save_drafter(drafter, tmp_path / "d", extra)
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- packed weights
+def test_a_loaded_bf16_drafter_is_packed_and_stays_an_ordinary_module(saved: Path, tmp_path: Path) -> None:
+    verifier = tiny_verifier(num_hidden_layers=3, tokenizer=char_tokenizer())
+    verifier.model.to(torch.bfloat16)
+    drafter = load_drafter(saved, verifier, torch.bfloat16)
+    linears = [module for module in drafter.modules() if isinstance(module, torch.nn.Linear)]
+    if not _available():
+        pytest.skip("this CPU packs nothing")
+    assert linears and all(type(module) is PackedLinear for module in linears)
+    twin = copy.deepcopy(drafter)  # computes with its own, unpacked weights
+    with torch.no_grad():
+        assert torch.allclose(draft_law(drafter), draft_law(twin), atol=0.02)
+    again = load_drafter(save_drafter(drafter, tmp_path / "again"), verifier, torch.bfloat16)
+    assert all(
+        torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values(), strict=True)
+    )
+    states = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
+    linears[0](states).sum().backward()  # with gradients on, packing does nothing
+    assert states.grad is not None

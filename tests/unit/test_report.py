@@ -214,3 +214,11 @@ def test_report_reads_files_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_points_from_few_rounds_are_hollow(tmp_path: Path) -> None:
+    def hollow(folder: str, num_prompts: int) -> int:
+        html = write_report(write_run(tmp_path / folder, toy_records(num_prompts))).read_text(encoding="utf-8")
+        return len(re.findall(r'class="s\d hollow"', html))
+
+    assert hollow("few", 2) > hollow("many", 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import Tab, byte_tokenizer
+from helpers import Tab, byte_tokenizer, tiny_verifier
 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.objectives import CrossEntropy, Streak
 from specdiff2.runtime import provenance
+from specdiff2.runtime.evaluation import compare_tokens, untrained_drafter
 from specdiff2.runtime.factories import SamplerSettings, gsm_symbolic_suite, make_schedule, make_warmup_cosine
 from specdiff2.runtime.rebuild_report import main as rebuild_report
 from specdiff2.runtime.rebuild_report import newest_run
@@ -229,3 +231,66 @@ def test_constraints_pin_every_installed_package_we_need() -> None:
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert pins["torch"] == "2.13.0" and all("+" not in version for version in pins.values())
     assert lines[2].startswith("torch==")  # the comment above it explains why
+
+
+def test_newest_run_is_found_at_any_depth_but_not_inside_a_suite(tmp_path: Path) -> None:
+    folders = ["eval/day/time", "eval/a", "eval/a/benchmarks/first"]
+    for age, folder in enumerate(folders):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "records.jsonl").write_text("", encoding="utf-8")
+        os.utime(tmp_path / folder / "records.jsonl", (1000 + age, 1000 + age))
+    assert newest_run(tmp_path) == tmp_path / "eval/a"
+
+
+# ---------------------------------------------------------------- one prompt: what is said about it
+def test_printed_numbers_come_from_a_decode_without_streaming() -> None:
+    tokenizer = byte_tokenizer()
+    calls: list[bool] = []
+
+    class Decoder:
+        def generate(self, ids: list[int], *, on_tokens: object = None, **options: object) -> Generation:
+            calls.append(on_tokens is not None)
+            return Generation([5], [RoundRecord(0, 0, 1, 1, 0.0, 0.1, 0.0)], "length", decode_s=float(len(calls)))
+
+    shown = show_prompt("x", {"d": Decoder()}, lambda text: [5], tokenizer, color=False, decode_options=dict)
+    assert calls == [True, False] and shown["d"].decode_s == 2.0
+
+
+def test_streaming_decodes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    longest = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: longest.append(len(ids)) or decode(ids, **options))
+    printer = StreakPrinter(tokenizer, color=False, stream=io.StringIO())
+    for token in tokenizer.encode("the total is 42 " * 8, add_special_tokens=False):
+        printer([token], "")
+    assert max(longest) <= 4
+
+
+def test_other_tokens_are_reported_with_their_gap() -> None:
+    verifier = tiny_verifier()
+    logits = verifier.model(torch.tensor([[5, 6, 7]])).logits[0, -1]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    base, same, other, longer = (Generation(ids, [], "length") for ids in ([best, 1], [best, 1], [worst], [best, 1, 2]))
+    assert compare_tokens(verifier, [5, 6, 7], base, same) == "the same tokens as the verifier alone"
+    told = compare_tokens(verifier, [5, 6, 7], base, other)
+    assert "from token 0 on" in told and "near-tie" not in told
+    assert float(told.split("candidates ")[1].split()[0]) > 1000  # no near-tie at all
+    assert compare_tokens(verifier, [5, 6, 7], base, longer).endswith("from token 2 on")
+
+
+def test_an_untrained_drafter_runs_in_the_verifiers_dtype() -> None:
+    verifier = tiny_verifier(dtype=torch.bfloat16)
+    config = {"model": {"_target_": "specdiff2.models.block_drafter.BlockDrafter.from_verifier", "_partial_": True,
+                        "num_layers": 1, "gamma": 2}}  # fmt: skip
+    assert untrained_drafter(config, verifier).dtype == torch.bfloat16
+
+
+def test_run_json_names_the_dtype_of_the_verifiers_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {**provenance.machine(), "gpu": "A GPU", "device": "cuda"}
+    monkeypatch.setattr(provenance, "machine", lambda: gpu)
+    monkeypatch.setattr(provenance, "pick_dtype", lambda name, device: f"dtype on {device}")
+    record = provenance.write_run_json(tmp_path, {"verifier": {"device": "cpu"}}, threads=1)
+    assert record["dtype"] == "dtype on cpu" and record["device"] == "cpu"
+    with pytest.raises(ConfigError, match="device='gpu'"):
+        provenance.write_run_json(tmp_path, {"verifier": {"device": "gpu"}}, threads=1)

@@ -51,7 +51,7 @@ def test_wandb_without_a_key_records_offline(
 )
 def test_full_disk_says_how_to_go_on(error: Exception, tmp_path: Path) -> None:
     with (
-        pytest.raises(SpecDiffError, match=r"free some disk space and go on with resume="),
+        pytest.raises(SpecDiffError, match=r"free some disk space, then (no checkpoint|go on)"),
         clear_disk_errors(tmp_path),
     ):
         raise error
@@ -60,3 +60,24 @@ def test_full_disk_says_how_to_go_on(error: Exception, tmp_path: Path) -> None:
 def test_other_errors_keep_their_traceback(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a bug"), clear_disk_errors(tmp_path):
         raise RuntimeError("a bug")
+
+
+def test_malformed_wandb_key_records_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "not a key !")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with caplog.at_level(logging.WARNING):
+        logger = loggers.wandb_logger(str(tmp_path), project="test", init_timeout_s=2)
+    loggers.close([logger])
+    assert "recording offline" in caplog.text and list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_wandb_that_the_user_has_disabled_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    logger = loggers.wandb_logger(str(tmp_path), project="test")
+    logger.log_metrics({"train/loss": 1.0}, step=1)
+    loggers.close([logger])
+    assert not list(tmp_path.iterdir())

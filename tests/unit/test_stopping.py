@@ -193,3 +193,30 @@ def test_pieces_join_to_the_plain_decoding() -> None:
     tokens = BYTES("the answer is 42 € so", add_special_tokens=False)["input_ids"]
     detokenizer = Detokenizer(BYTES)
     assert "".join(detokenizer.push([token]) for token in tokens) == BYTES.decode(tokens)
+
+
+# ---------------------------------------------------------------- stop ids
+@pytest.mark.parametrize("slot", range(4))
+def test_output_ends_at_the_first_stop_id(slot: int) -> None:
+    tokens = [10, 11, 12, 13]
+    tokens[slot] = 5
+    completion = Completion(max_new_tokens=100, eos_ids={7}, stop_ids=[5, 6])
+    assert completion.push([*tokens, 6, 7]) == slot + 1
+    assert completion.tokens == tokens[: slot + 1] and completion.stop_reason == "stop"
+
+
+def test_order_of_eos_stop_id_and_length() -> None:
+    def reason(tokens: list[int], **options: object) -> str | None:
+        completion = Completion(max_new_tokens=2, eos_ids={7}, **options)  # type: ignore[arg-type]
+        completion.push(tokens)
+        return completion.stop_reason
+
+    assert reason([1, 7], stop_ids={7}) == "eos"  # EOS before stop
+    assert reason([1, 5], stop_ids={5}) == "stop"  # stop before length
+    assert reason([1, 2], stop_ids={5}) == "length"
+
+
+@pytest.mark.parametrize("stop_ids", [[-1], [True], ["5"], [1.0]])
+def test_bad_stop_ids_are_refused(stop_ids: list[object]) -> None:
+    with pytest.raises(ConfigError, match="stop_ids="):
+        Completion(max_new_tokens=1, stop_ids=stop_ids)  # type: ignore[arg-type]

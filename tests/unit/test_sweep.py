@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from record_builder import toy_records, write_run
+from record_builder import record, toy_records, write_run
 
 from specdiff2.evaluation.sweep import merge_jobs, parse_value
 from specdiff2.types import ConfigError, CorruptFileError
@@ -117,3 +117,24 @@ def test_no_jobs_or_a_broken_one(tmp_path: Path) -> None:
 
 def test_values() -> None:
     assert [parse_value(text) for text in ("3", "0.5", "a", "", None)] == [3, 0.5, "a", "", None]
+
+
+def test_a_swept_key_named_like_a_result_hides_nothing(tmp_path: Path) -> None:
+    for index, name in enumerate(["jsonl", "humaneval"]):
+        job(tmp_path / str(index), [f"benchmark={name}", f"sampler.K={index + 1}"])
+    result = merge_jobs(tmp_path)
+    assert result.swept == ["override.benchmark", "sampler.K"]
+    assert {(row["override.benchmark"], row["benchmark"]) for row in result.rows} == {
+        ("jsonl", "toy"),
+        ("humaneval", "toy"),
+    }
+    assert "humaneval" in str(result) and "override.benchmark" in (tmp_path / "sweep.csv").read_text(encoding="utf-8")
+
+
+def test_the_lossless_note_stands_beside_both_tables(tmp_path: Path) -> None:
+    job(tmp_path / "0", ["x=1"])
+    note = "lossless check at T=0"
+    assert note in str(merge_jobs(tmp_path)) and note in (tmp_path / "sweep.html").read_text(encoding="utf-8")
+    (tmp_path / "0" / "records.jsonl").unlink()
+    write_run(tmp_path / "0", [record(temperature=1.0)])
+    assert note not in str(merge_jobs(tmp_path)) and note not in (tmp_path / "sweep.html").read_text(encoding="utf-8")

@@ -66,7 +66,7 @@ class HubPrompts:
         ConfigError: the data set, subset, split or a field is missing (or cannot be reached offline).
         CorruptFileError: a local file cannot be read.
         """
-        rows = take(self._open(), self.skip, self.limit)
+        rows = self._rows()
         prompts = [
             self.mapping.to_prompt(
                 row, where=f"{self.name}[{self.split}] row {index}", default_id=f"{self.name}/{self.split}/{index:05d}"
@@ -76,8 +76,10 @@ class HubPrompts:
         require_unique_ids(prompts, f"{self.name}[{self.split}]")
         return prompts
 
-    def _open(self) -> Any:
+    def _rows(self) -> list[Any]:
+        """With ``streaming`` most errors appear while rows are read, so reading them is inside the ``try``."""
         import datasets  # imported here: takes a second
+        import httpx  # what huggingface_hub talks to the network with; its errors are no OSError
 
         builder = _BUILDERS.get(Path(self.name).suffix)
         local = Path(self.name).expanduser()
@@ -86,20 +88,25 @@ class HubPrompts:
         is_local = local.exists()
         try:
             if builder is not None:
-                return datasets.load_dataset(builder, data_files=str(local), split=self.split, streaming=self.streaming)
-            return datasets.load_dataset(
-                str(local) if is_local else self.name,
-                self.subset,
-                split=self.split,
-                streaming=self.streaming,
-                revision=None if is_local else self.revision,
-            )
+                rows = datasets.load_dataset(builder, data_files=str(local), split=self.split, streaming=self.streaming)
+            else:
+                rows = datasets.load_dataset(
+                    str(local) if is_local else self.name,
+                    self.subset,
+                    split=self.split,
+                    streaming=self.streaming,
+                    revision=None if is_local else self.revision,
+                )
+            return take(rows, self.skip, self.limit)
         except datasets.exceptions.DatasetGenerationError as error:
             if builder == "json":
                 for _ in read_jsonl(local):  # raises with file and line where a line is broken
                     pass
             raise CorruptFileError(f"data set {self.name!r}: {error}; fetch or write the file again") from error
-        except (OSError, ValueError) as error:  # unreachable, offline, unknown subset or split
+        except (OSError, ValueError, httpx.HTTPError) as error:  # unreachable, offline, unknown subset or split
+            if local.is_file() and local.suffix == ".jsonl":
+                for _ in read_jsonl(local):  # a broken line met while streaming is a ValueError
+                    pass
             raise ConfigError(
                 f"data set {self.name!r} (subset {self.subset!r}, split {self.split!r}) cannot be loaded: {error}. "
                 "Check the name; without network use a local folder or file, or fill the cache once while online "

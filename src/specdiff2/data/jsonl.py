@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, parse_object(line, f"{path}:{number}", "correct or delete this line")
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise CorruptFileError(f"{path}: not a complete gzip file ({error}); fetch the file again") from error
 
 

@@ -6,7 +6,7 @@ same code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from specdiff2.decoding.engine import decode, own_sampling
 from specdiff2.decoding.prompting import Prompt, prompt_ids
@@ -37,6 +37,7 @@ class AutoregressiveDecoder:
         *,
         max_new_tokens: int = 256,
         rng: RandomSource | None = None,
+        stop_ids: Collection[int] = (),
         stop_strings: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
     ) -> Generation:
@@ -48,6 +49,7 @@ class AutoregressiveDecoder:
             drafting=None,
             max_new_tokens=max_new_tokens,
             rng=TorchRandomSource(0) if rng is None else rng,
+            stop_ids=stop_ids,
             stop_strings=stop_strings,
             on_tokens=on_tokens,
         )

@@ -7,7 +7,7 @@ which is autoregressive decoding. It knows no particular verifier, drafter or ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,25 +58,31 @@ def decode(
     drafting: Drafting | None,
     max_new_tokens: int,
     rng: RandomSource,
+    stop_ids: Collection[int] = (),
     stop_strings: Sequence[str] = (),
     on_tokens: OnTokens | None = None,
 ) -> Generation:
-    """Continue ``prompt`` until EOS, a stop string or ``max_new_tokens``; the text follows the verifier's law.
+    """Continue ``prompt`` until EOS, a stop id or string, or ``max_new_tokens``; the text follows the verifier's law.
 
     ``draft_s`` is the time in the drafter's ``propose``, ``verify_s`` in the verifier's ``score``, ``other_s``
     everything else of the round. A window is shortened only to what ``max_new_tokens`` leaves room for, which
     is known before its tokens are drawn; with room for one token no draft is made.
 
     Raises:
-        ConfigError: see ``Completion`` and ``Verifier.start``.
+        ConfigError: a stop id outside the vocabulary; see ``Completion`` and ``Verifier.start``.
     """
     completion = Completion(
         max_new_tokens=max_new_tokens,
         eos_ids=verifier.eos_ids,
+        stop_ids=stop_ids,
         stop_strings=stop_strings,
         tokenizer=getattr(verifier, "tokenizer", None),
         on_tokens=on_tokens,
     )
+    if any(token >= verifier.vocab_size for token in stop_ids):
+        raise ConfigError(
+            f"stop_ids={list(stop_ids)!r}: expected ids below {verifier.vocab_size}, the verifier's tokens"
+        )
     with torch.no_grad():  # not inference_mode: a drafter in training may keep a tensor it makes in here
         watch = Stopwatch(getattr(verifier, "device", None))
         session = verifier.start(prompt, max_new_tokens)
@@ -213,6 +219,7 @@ class SpeculativeDecoder:
         *,
         max_new_tokens: int = 256,
         rng: RandomSource | None = None,
+        stop_ids: Collection[int] = (),
         stop_strings: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
     ) -> Generation:
@@ -227,6 +234,7 @@ class SpeculativeDecoder:
             drafting=self.drafting,
             max_new_tokens=max_new_tokens,
             rng=TorchRandomSource(0) if rng is None else rng,
+            stop_ids=stop_ids,
             stop_strings=stop_strings,
             on_tokens=on_tokens,
         )

@@ -102,12 +102,17 @@ def speculative_generate(
 
 @contextmanager
 def _unchanged(model: PreTrainedModel) -> Iterator[None]:
-    """A verifier is frozen and in eval mode; the caller's model is given back as it came."""
+    """A verifier is frozen, in eval mode and has a hook on its head; the caller's model is given back as it came."""
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    hooks = head._forward_pre_hooks
+    known = set(hooks)
     was_training, trainable = model.training, [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         yield
     finally:
         model.train(was_training)
+        for key in [key for key in hooks if key not in known]:
+            del hooks[key]
         for parameter in trainable:
             parameter.requires_grad_(True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specdiff2.decoding.acceptance import make_rule
+from specdiff2.decoding.acceptance import check_combination, make_rule
 from specdiff2.decoding.engine import SpeculativeDecoder
 from specdiff2.decoding.selection import SelfSelection
 from specdiff2.protocols import Drafter, Verifier
@@ -31,6 +31,20 @@ SAMPLERS = {
 }
 
 
+def check_sampler(sampler: str, num_drafts: int | None = None) -> Sampler:
+    """The sampler of that name, able to work with ``num_drafts``: known before any model is there.
+
+    Raises:
+        ConfigError: unknown sampler, or a K its rule cannot use.
+    """
+    if sampler not in SAMPLERS:
+        raise ConfigError(f"sampler={sampler!r}: expected one of {', '.join(SAMPLERS)}")
+    settings = SAMPLERS[sampler]
+    selector = SelfSelection() if settings.self_selection else None
+    check_combination(make_rule(settings.rule), selector, settings.num_drafts if num_drafts is None else num_drafts)
+    return settings
+
+
 def make_decoder(
     verifier: Verifier,
     drafter: Drafter,
@@ -50,9 +64,7 @@ def make_decoder(
     Raises:
         ConfigError: unknown sampler; see ``SpeculativeDecoder`` for the rest.
     """
-    if sampler not in SAMPLERS:
-        raise ConfigError(f"sampler={sampler!r}: expected one of {', '.join(SAMPLERS)}")
-    settings = SAMPLERS[sampler]
+    settings = check_sampler(sampler, num_drafts)
     rule = make_rule(settings.rule)
     num_drafts = settings.num_drafts if num_drafts is None else num_drafts
     if draft_sampling is None:

@@ -1,6 +1,6 @@
 """When a completion ends, what of it is kept, and what of it is streamed.
 
-Order of the rules at every token: EOS id, stop string, ``max_new_tokens``. The token that ends the output is
+Order of the rules at every token: EOS id, stop id or stop string, ``max_new_tokens``. The token that ends the output is
 its last one. Knows nothing of models, drafts or probabilities.
 """
 
@@ -26,16 +26,20 @@ class Completion:
         *,
         max_new_tokens: int,
         eos_ids: Collection[int] = (),
+        stop_ids: Collection[int] = (),
         stop_strings: Sequence[str] = (),
         tokenizer: TextTokenizer | None = None,
         on_tokens: OnTokens | None = None,
     ) -> None:
         """
         Raises:
-            ConfigError: ``max_new_tokens`` < 1, an empty stop string, or stop strings without a tokenizer.
+            ConfigError: ``max_new_tokens`` < 1, a stop id that is no token id, an empty stop string, or stop
+                strings without a tokenizer.
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r}: expected an integer >= 1")
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in stop_ids):
+            raise ConfigError(f"stop_ids={list(stop_ids)!r}: expected token ids, integers >= 0")
         if isinstance(stop_strings, str) or any(not isinstance(item, str) or not item for item in stop_strings):
             raise ConfigError(f"stop_strings={stop_strings!r}: expected a list of non-empty strings")
         if stop_strings and tokenizer is None:
@@ -44,6 +48,7 @@ class Completion:
         self.stop_reason: StopReason | None = None
         self._max_new_tokens = max_new_tokens
         self._eos_ids = frozenset(eos_ids)
+        self._stop_ids = frozenset(stop_ids)
         self._stop_strings = tuple(stop_strings)
         self._tokenizer = tokenizer
         self._on_tokens = on_tokens
@@ -96,6 +101,8 @@ class Completion:
                 return "eos" if is_eos else "stop"
         if is_eos:
             return "eos"
+        if token in self._stop_ids:
+            return "stop"
         return "length" if at_cap else None
 
     def _stop_start(self) -> int | None:

@@ -1,7 +1,8 @@
 """Grading of arithmetic word problems (gsm_symbolic, GSM8K) by their final number.
 
 GSM8K's own convention: the reference ends with ``#### n``; an answer counts when its final number equals
-the reference's. Lossless methods at temperature 0 must score alike: the score is a check as much as a result.
+the reference's. References that are no single number (fractions, tuples, expressions) are not graded.
+Lossless methods at temperature 0 must score alike: the score is a check as much as a result.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from specdiff2.evaluation.records import Record
 
 # a minus after a digit or a closing bracket subtracts, it is no sign
 _NUMBER = re.compile(r"(?:(?<![\d)\]])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_REFERENCE = re.compile(r"-?\s*\$?\s*-?(?:\d[\d,]*(?:\.\d*)?|\.\d+)")
 _MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
 
 
@@ -33,8 +35,13 @@ def final_number(text: str) -> Decimal | None:
 
 
 def is_correct(text: str, answer: str) -> bool | None:
-    """Whether the final numbers agree in value (``18`` and ``18.00`` do); None when ``answer`` has no number."""
-    expected = final_number(answer)
+    """Whether the final number of ``text`` has the value of ``answer`` (``18`` and ``18.00`` agree).
+
+    None when ``answer`` (what follows its last ``####``, or all of it) is anything but one number: of
+    ``\\frac{14}{3}`` or ``(3, 4)`` the last number alone says nothing.
+    """
+    reference = answer.rpartition("####")[2].strip()
+    expected = final_number(reference.replace("$", "").replace(" ", "")) if _REFERENCE.fullmatch(reference) else None
     if expected is None:
         return None
     return final_number(text) == expected

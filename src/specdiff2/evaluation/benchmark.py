@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from tqdm.auto import tqdm
 
 from specdiff2.evaluation.decoder_info import describe_decoder
@@ -20,7 +21,7 @@ from specdiff2.evaluation.metrics import write_json
 from specdiff2.evaluation.records import RECORDS_FILE, Record, RecordWriter, drop_half_line, read_records
 from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
-from specdiff2.types import ConfigError, MismatchError
+from specdiff2.types import ConfigError, CorruptFileError, MismatchError
 
 MANIFEST_FILE = "benchmark.json"
 _WARMUP_TOKENS = 32  # enough to touch every code path and shape class; warm-up is not measured
@@ -68,6 +69,7 @@ class Benchmark:
         max_new_tokens: int = 128,
         seed: int = 0,
         num_warmup: int = 1,
+        stop_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         num_samples: int = 3,
         progress: bool = True,
@@ -86,6 +88,7 @@ class Benchmark:
         self._max_new_tokens = max_new_tokens
         self._seed = seed
         self._num_warmup = num_warmup
+        self._stop_ids = tuple(stop_ids)
         self._stop_strings = tuple(stop_strings)
         self._num_samples = num_samples
         self._progress = progress
@@ -100,6 +103,7 @@ class Benchmark:
 
         Raises:
             MismatchError: the folder holds records of other settings.
+            CorruptFileError: its settings or records cannot be read.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +120,7 @@ class Benchmark:
         return path
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides what the records say, apart from the machine."""
+        """Everything that decides what the records say, tokens and seconds, apart from the machine."""
         content = json.dumps([[p.prompt_id, ids] for p, ids in zip(self._prompts, self._prompt_ids, strict=True)])
         return {
             "benchmark": self._name,
@@ -124,7 +128,9 @@ class Benchmark:
             "prompts_sha256": hashlib.sha256(content.encode()).hexdigest()[:16],
             "max_new_tokens": self._max_new_tokens,
             "seed": self._seed,
+            "stop_ids": list(self._stop_ids),
             "stop_strings": list(self._stop_strings),
+            "threads": torch.get_num_threads(),
             "decoders": self._settings,
         }
 
@@ -149,6 +155,7 @@ class Benchmark:
             ids,
             max_new_tokens=min(self._max_new_tokens, _WARMUP_TOKENS) if warmup else self._max_new_tokens,
             rng=TorchRandomSource(prompt_seed(self._seed, index)),
+            stop_ids=self._stop_ids,
             stop_strings=self._stop_strings,
         )
         tokenizer = getattr(self._encoder, "tokenizer", None)
@@ -213,7 +220,7 @@ class Benchmark:
         if not path.exists():
             write_json(manifest, current)
             return set()
-        stored = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
+        stored = _read_manifest(manifest)
         difference = _first_difference(stored, json.loads(json.dumps(current)))
         if difference is not None:
             key, old, new = difference
@@ -240,6 +247,18 @@ def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
         pieces.append(complete[len(shown) :])
         shown = max(shown, complete, key=len)
     return pieces
+
+
+def _read_manifest(path: Path) -> Any:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptFileError(
+            f"{path} is not JSON ({error}): expected the settings its records were measured with; use another folder, "
+            "or delete this one to measure again"
+        ) from error
 
 
 def _last_message(prompt: BenchmarkPrompt) -> str:

@@ -42,6 +42,10 @@ def describe_decoder(decoder: Decoder) -> dict[str, Any]:
         digest = model_digest(model)
         if digest is not None:
             described[key] = digest
+    for key in ("dtype", "device"):  # the same weights round, and run, differently
+        value = getattr(getattr(decoder, "verifier", None), key, None)
+        if value is not None:
+            described[f"verifier_{key}"] = str(value).removeprefix("torch.")
     own = getattr(decoder, "describe", None)
     return {**described, **(own() if own is not None else {})}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specdiff2.evaluation.agreement import Divergence, divergences
+from specdiff2.evaluation.agreement import NEAR_TIE_SPACINGS, Divergence, divergences
 from specdiff2.evaluation.metrics import BASELINE, write_json
 from specdiff2.evaluation.records import DIVERGENCES_FILE, Record
 
@@ -31,8 +31,8 @@ def explain_divergences(
         folder: writes ``divergences.json`` there when given.
 
     Returns:
-        ``{"dtype", "methods": [{"method", "benchmark", "checked", "diverged", "rate", "max_margin_ulp"}],
-        "divergences": [...]}``.
+        ``{"dtype", "methods": [{"method", "benchmark", "checked", "diverged", "rate", "max_margin_ulp",
+        "num_unexplained"}], "divergences": [...]}``; unexplained: no near-tie, or one output had ended.
     """
     greedy = [record for record in records if record.temperature == 0 and not record.warmup]
     methods, explained = [], []
@@ -54,6 +54,7 @@ def explain_divergences(
                     "diverged": len(found),
                     "rate": len(found) / checked if checked else None,
                     "max_margin_ulp": max(margins, default=None),
+                    "num_unexplained": len(rows) - sum(margin <= NEAR_TIE_SPACINGS for margin in margins),
                 }
             )
             explained += rows
@@ -72,17 +73,22 @@ def explain(verifier: Any, reference: Record, divergence: Divergence) -> dict[st
     if reference.prompt_ids is None:
         raise ValueError(f"record of prompt {reference.prompt_id!r} has no prompt_ids: it was not written by Benchmark")
     prefix = [*reference.prompt_ids, *reference.tokens[: divergence.position]]
-    input_ids = torch.tensor([prefix], device=verifier.model.device)
+    return {**divergence.to_dict(), **token_gap(verifier, prefix, divergence.expected, divergence.got)}
+
+
+@torch.inference_mode()
+def token_gap(verifier: Any, prefix: Sequence[int], expected: int | None, got: int | None) -> dict[str, Any]:
+    """The verifier's two best tokens after ``prefix``, and the gap of ``expected`` and ``got``; see ``explain``."""
+    input_ids = torch.tensor([list(prefix)], device=verifier.model.device)
     raw = verifier.model(input_ids=input_ids).logits[0, -1, : verifier.vocab_size]
     logits = raw.double()
     top = logits.topk(2)
     spacing = _spacing(float(top.values[0]), raw.dtype)
     top2_margin = float(top.values[0] - top.values[1])
     margin = None
-    if divergence.expected is not None and divergence.got is not None:
-        margin = abs(float(logits[divergence.expected] - logits[divergence.got]))
+    if expected is not None and got is not None:
+        margin = abs(float(logits[expected] - logits[got]))
     return {
-        **divergence.to_dict(),
         "top2": top.indices.tolist(),
         "top2_margin": top2_margin,
         "top2_margin_ulp": top2_margin / spacing,

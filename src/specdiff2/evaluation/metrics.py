@@ -33,7 +33,7 @@ from specdiff2.evaluation.bootstrap import (
     ratio_of_ratios_interval,
 )
 from specdiff2.evaluation.curves import position_curves
-from specdiff2.evaluation.records import RECORDS_FILE, Record, read_records
+from specdiff2.evaluation.records import DIVERGENCES_FILE, RECORDS_FILE, Record, read_records
 from specdiff2.types import ConfigError, CorruptFileError
 
 Summary = dict[str, Any]
@@ -209,9 +209,27 @@ def write_summary(folder: Path | str, header: dict[str, Any] | None = None, *, b
     provenance = folder / "run.json"
     known: dict[str, Any] = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else {}
     known = {**known, **(header or {})}
-    summary = {key: known.get(key) for key in HEADER_KEYS} | summarize(read_records(path), baseline=baseline)
+    summary: Summary = {key: known.get(key) for key in HEADER_KEYS} | summarize(read_records(path), baseline=baseline)
+    _add_margins(summary["rows"], folder / DIVERGENCES_FILE)
     write_json(folder / "summary.json", summary)
     return summary
+
+
+def _add_margins(rows: list[dict[str, Any]], path: Path) -> None:
+    """Extend each lossless check by what ``divergence.explain_divergences`` found out about the same outputs."""
+    if not path.exists():
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptFileError(f"{path} is not JSON ({error}): expected a run's file; delete it") from error
+    for one in found["methods"]:
+        for row in rows:
+            check = row["lossless_check"]
+            same = (row["method"], row["benchmark"]) == (one["method"], one["benchmark"])
+            if check and same and one["diverged"] == check["checked"] - check["identical"]:
+                extra = {key: one.get(key) for key in ("max_margin_ulp", "num_unexplained")}
+                check.update(extra, dtype=found["dtype"])
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -143,7 +143,13 @@ def position_plots(rows: Sequence[Row], colours: dict[str, int]) -> str:
 
 def _by_position(rows: Sequence[Row], colours: dict[str, int], key: str, y_label: str) -> str:
     series = [
-        Series(method_label(row["method"]), range(1, len(row[key]) + 1), row[key], colours[row["method"]])
+        Series(
+            method_label(row["method"]),
+            range(1, len(row[key]) + 1),
+            row[key],
+            colours[row["method"]],
+            counts=row.get("num_reached"),
+        )
         for row in rows
     ]
     if not any(one.points() for one in series):

@@ -10,7 +10,7 @@ from specdiff2.evaluation import plots
 from specdiff2.evaluation.plots import Bar, Series
 from specdiff2.evaluation.report_sections import colour_of
 from specdiff2.evaluation.report_style import card, cards, missing, page, section, table
-from specdiff2.evaluation.table import TIMES, interval, method_label, number
+from specdiff2.evaluation.table import TIMES, interval, lossless_note, method_label, number
 
 Row = dict[str, Any]
 Failed = tuple[str, dict[str, str], str, str]  # job, overrides, error, traceback
@@ -120,8 +120,12 @@ def _table(swept: Sequence[str], rows: Sequence[Row]) -> str:
         ]
         cells = [f"<td class=text>{escape(text)}</td>" for text in texts] + [f"<td>{value}</td>" for value in values]
         body.append("<tr>" + "".join(cells) + "</tr>")
+    note = lossless_note(rows)
     return section(
-        "Table", "All finished jobs; the same numbers are in sweep.csv.", table(head, body, num_text=len(swept) + 2)
+        "Table",
+        "All finished jobs; the same numbers are in sweep.csv.",
+        table(head, body, num_text=len(swept) + 2),
+        *([f'<p class="foot">{escape(note)}</p>'] if note else []),
     )
 
 

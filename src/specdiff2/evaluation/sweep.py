@@ -19,7 +19,7 @@ import yaml
 
 from specdiff2.evaluation.metrics import write_json
 from specdiff2.evaluation.report_sweep import sweep_page
-from specdiff2.evaluation.table import interval, method_label, number
+from specdiff2.evaluation.table import interval, lossless_note, method_label, number
 from specdiff2.types import ConfigError, CorruptFileError
 
 Row = dict[str, Any]
@@ -52,7 +52,8 @@ class SweepResult:
     files: list[Path]
 
     def __str__(self) -> str:
-        lines = [merged_table(self.rows, self.swept)]
+        note = lossless_note(self.rows)
+        lines = [merged_table(self.rows, self.swept), *([note] if note else [])]
         lines += [f"job {job.name} {job.status}: {job.error or 'no error recorded'}" for job in self.failed]
         return "\n".join([*lines, "", "sweep: " + ", ".join(str(path) for path in self.files)])
 
@@ -71,9 +72,12 @@ def merge_jobs(sweep_folder: Path | str) -> SweepResult:
             f"sweep folder {folder} holds no jobs: expected subfolders with .hydra/overrides.yaml; "
             "start a sweep with `python eval.py -m sampler.K=1,4,8`"
         )
-    swept = swept_keys(jobs)
+    taken = {"job", *(key for job in jobs for row in job.rows for key in row)}
+    # `benchmark` is both an override and a result: neither may hide the other
+    columns = {key: f"override.{key}" if key in taken else key for key in swept_keys(jobs)}
+    swept = list(columns.values())
     rows = [
-        {"job": job.name, **{key: parse_value(job.overrides.get(key)) for key in swept}, **row}
+        {"job": job.name, **{name: parse_value(job.overrides.get(key)) for key, name in columns.items()}, **row}
         for job in jobs
         for row in job.rows
     ]

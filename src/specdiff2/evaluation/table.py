@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from specdiff2.evaluation.agreement import NEAR_TIE_SPACINGS
+
 DASH = "-"
 TIMES = "\N{MULTIPLICATION SIGN}"
 _FOOTER = "mean streak: draft tokens accepted per round, bonus token excluded; tau: tokens per verifier pass, included"
 _LABELS = {
     "autoregressive": "Autoregressive",
     "specdiff": "SpecDiff",
+    "specdiff_distilled": "SpecDiff, distilled",
     "specdiff2": "SpecDiff-2",
     "tree_match": "Tree match",
     "leviathan": "Leviathan",
@@ -65,12 +68,26 @@ def grouped(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def lossless_note(rows: Sequence[dict[str, Any]]) -> str:
-    """One sentence on the token comparison at temperature 0; empty at T>0."""
+    """One sentence on the token comparison at temperature 0; empty at T>0.
+
+    Where the verifier was asked about the divergences (``metrics.write_summary``), how near they are to ties.
+    """
     checks = [row["lossless_check"] for row in rows if row.get("lossless_check")]
     if not checks:
         return ""
     checked, identical = sum(c["checked"] for c in checks), sum(c["identical"] for c in checks)
-    return f"lossless check at T=0: {identical} of {checked} outputs equal the autoregressive tokens exactly"
+    note = f"lossless check at T=0: {identical} of {checked} outputs equal the autoregressive tokens exactly"
+    explained = [c for c in checks if c.get("num_unexplained") is not None]
+    if identical == checked or len(explained) < len([c for c in checks if c["identical"] < c["checked"]]):
+        return note
+    unexplained = sum(c["num_unexplained"] for c in explained)
+    if unexplained:
+        return (
+            f"{note}; {unexplained} of the {checked - identical} others NOT at a near-tie (more than "
+            f"{NEAR_TIE_SPACINGS:g} spacings of {explained[0]['dtype']} apart, or ended early): see the report"
+        )
+    widest = max(c["max_margin_ulp"] for c in explained if c["max_margin_ulp"] is not None)
+    return f"{note}; the others are near-ties, all within {widest:.1f} spacings of {explained[0]['dtype']}"
 
 
 def plain_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -93,7 +110,9 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
         rule = "|" + "|".join([" --- "] + [" ---: "] * (len(COLUMNS) - 1)) + "|"
         lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
                  for cells in [list(COLUMNS)] + [row_cells(row) for row in group]]  # fmt: skip
-        blocks.append("\n".join([f"**{group_title(group[0])}**", "", lines[0], rule, *lines[1:]]))
+        note = lossless_note(group)
+        ending = ["", note] if note else []
+        blocks.append("\n".join([f"**{group_title(group[0])}**", "", lines[0], rule, *lines[1:], *ending]))
     return "\n\n".join(blocks)
 
 

@@ -19,7 +19,7 @@ class BlockDrafterConfig:
     """Everything needed to rebuild a drafter around its verifier.
 
     Attributes:
-        gamma: drafted positions of a training window (decoding may use fewer or more).
+        gamma: drafted positions of a training window (decoding may use fewer, not more).
         num_layers, layer_indices: how many transformer layers, and which of the verifier's they start from.
         attention: ``causal_prefix`` (exact KV cache) or ``bidirectional`` (re-reads its prefix every round).
         shifted: True when the output at position t predicts t+1.

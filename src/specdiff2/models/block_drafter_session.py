@@ -63,7 +63,9 @@ class BlockDrafterSession:
 
     @torch.no_grad()
     def propose(self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool) -> Draft:
-        """K independent drafts from the drafter's law for the next ``gamma`` >= 1 positions (any gamma works).
+        """K independent drafts from the drafter's law for the next ``gamma`` >= 1 positions.
+
+        Decoders ask for at most the drafter's own gamma: beyond it nothing was trained.
 
         Raises:
             ConfigError: gamma or num_drafts below 1.

@@ -37,10 +37,23 @@ def pick_dtype(name: str | torch.dtype, device: torch.device | str = "cpu") -> t
 
 
 def pick_device(name: str | torch.device) -> torch.device:
-    """``auto``: the GPU if torch sees one, else the CPU."""
+    """``auto``: the GPU if torch sees one, else the CPU.
+
+    Raises:
+        ConfigError: not a device of torch, or a GPU that torch does not see.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={str(name)!r}: expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={str(name)!r}: torch sees {torch.cuda.device_count()} CUDA devices; use device=auto or cpu, or "
+            "install a torch build with CUDA"
+        )
+    return device
 
 
 def describe_cpu() -> dict[str, str | bool | int]:

@@ -18,6 +18,8 @@ from specdiff2.models.dtypes import pick_device, pick_dtype
 from specdiff2.models.wheel_checkpoint import WHEEL_PREFIX, converted_folder, find_wheel_gguf
 from specdiff2.types import ConfigError, CorruptFileError
 
+ATTENTION = ("sdpa", "eager")  # the others cannot take the additive mask of a token tree
+
 
 def load_model_and_tokenizer(
     source: str | Path,
@@ -35,6 +37,7 @@ def load_model_and_tokenizer(
         ConfigError: something is missing or unknown.
         CorruptFileError: a file exists but cannot be read.
     """
+    check_attention(attn_implementation)
     target = pick_device(device)
     torch_dtype = pick_dtype(dtype, target)
     folder = resolve_source(source, revision=revision, gguf_file=gguf_file, cache_dir=cache_dir)
@@ -53,12 +56,27 @@ def load_model_and_tokenizer(
         raise CorruptFileError(f"{source}: a JSON file is damaged ({error}); fetch the model again") from error
     except OSError as error:
         raise ConfigError(f"{source}: cannot load the model or its tokenizer: {error}\n{_remedy(folder)}") from error
+    except (ValueError, KeyError, ImportError) as error:  # unknown model type, missing package, no causal LM
+        raise ConfigError(
+            f"{source}: transformers cannot load this model: {error}\nUse a causal language model that the installed "
+            "transformers knows (custom code is never run), and install the package named above if one is missing."
+        ) from error
     model, info = loaded
     if info["missing_keys"]:
         raise CorruptFileError(
             f"{source}: the checkpoint lacks {sorted(info['missing_keys'])[:3]}, which would be random; fetch it again"
         )
     return model.to(target).eval(), tokenizer
+
+
+def check_attention(name: str | None) -> None:
+    """Trees need an additive 4D mask, which only two implementations take.
+
+    Raises:
+        ConfigError: another one.
+    """
+    if name not in ATTENTION:
+        raise ConfigError(f"attn_implementation={name!r}: expected {' or '.join(ATTENTION)}, which take a tree's mask")
 
 
 def resolve_source(

@@ -28,6 +28,7 @@ from transformers import AutoConfig
 
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.block_drafter_config import BlockDrafterConfig
+from specdiff2.models.packed_linear import pack_linears
 from specdiff2.models.vocab import tokenizer_fingerprint
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, SpecDiffError
 
@@ -94,6 +95,8 @@ def save_drafter(
 def load_drafter(folder: str | Path, verifier: HFVerifier, dtype: torch.dtype | None = None) -> BlockDrafter:
     """The drafter saved in ``folder``, around ``verifier``, in eval mode on the verifier's device.
 
+    In bfloat16 on a CPU its layers are packed for decoding; with gradients on, packing does nothing.
+
     Args:
         dtype: of its weights; None takes the verifier's, which is what decoding wants.
 
@@ -111,12 +114,18 @@ def load_drafter(folder: str | Path, verifier: HFVerifier, dtype: torch.dtype | 
     drafter = BlockDrafter(config, verifier, base_config, dtype=dtype or verifier.dtype)
     _check_tensors(tensors, drafter, folder)
     drafter.load_state_dict(tensors)
+    pack_linears(drafter)
     return drafter.eval()
 
 
 def read_training_info(folder: str | Path) -> dict[str, Any]:
     """The ``extra`` given to ``save_drafter``. Raises as ``load_drafter``."""
     return dict(_read_config(Path(folder)).get("training", {}))
+
+
+def read_drafter_config(folder: str | Path) -> BlockDrafterConfig:
+    """What the drafter in ``folder`` is, without its weights. Raises as ``load_drafter``."""
+    return _parse_config(_read_config(Path(folder)), Path(folder))
 
 
 # ---------------------------------------------------------------- reading

@@ -21,7 +21,7 @@ from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.models.batch_sampling import sample_batch
 from specdiff2.models.fingerprint import model_fingerprint
 from specdiff2.models.kv_cache import PreallocatedCache, check_full_attention
-from specdiff2.models.loading import load_model_and_tokenizer
+from specdiff2.models.loading import check_attention, load_model_and_tokenizer
 from specdiff2.models.packed_linear import pack_linears
 from specdiff2.models.verifier_session import HFVerifierSession
 from specdiff2.models.vocab import head_rows, real_vocab_size
@@ -45,7 +45,8 @@ class HFVerifier:
         pack_weights: pack linear layers for faster CPU bfloat16 inference (``models.packed_linear``).
 
     Raises:
-        ConfigError: a model this class cannot serve (no explicit positions, not full attention, bad vocab_size).
+        ConfigError: a model this class cannot serve (no explicit positions, not full attention, an attention
+            implementation without additive masks, bad vocab_size).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class HFVerifier:
         pack_weights: bool = False,
     ) -> None:
         check_full_attention(model.config)
+        check_attention(model.config._attn_implementation)
         arguments = inspect.signature(model.forward).parameters
         if "position_ids" not in arguments:
             raise ConfigError(f"{type(model).__name__} takes no position_ids: a tree needs them; use another model")
@@ -81,7 +83,9 @@ class HFVerifier:
         self.num_packed = pack_linears(model) if pack_weights else 0
         # logits_to_keep hands the head a strided slice, which torch multiplies as a batch of matrices after copying the
         # whole weight once per row: 10 s instead of 10 ms for 32 rows of SmolLM2
-        model.get_output_embeddings().register_forward_pre_hook(_contiguous_input)
+        head = model.get_output_embeddings()
+        if _contiguous_input not in head._forward_pre_hooks.values():  # several verifiers may share a model
+            head.register_forward_pre_hook(_contiguous_input)
 
     @classmethod
     def from_pretrained(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,20 +17,24 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate as hydra_instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdiff2.models.dtypes import pick_dtype
-from specdiff2.runtime.config_schema import unknown_key, validate
+from specdiff2.runtime.command import clear_composition_error, quote_prompt
+from specdiff2.runtime.config_schema import validate
 from specdiff2.runtime.logging import quiet_libraries
 from specdiff2.runtime.provenance import write_run_json
 from specdiff2.runtime.seeding import seed_everything, set_threads
+from specdiff2.runtime.storage import storage_problem
 from specdiff2.runtime.sweep_callback import fingerprint, finish_sweep, is_done
 from specdiff2.types import ConfigError, SpecDiffError
 
 log = logging.getLogger(__name__)
+_typed: list[str] = []  # the command line as it was before `quote_prompt`
+_run_ids: list[str] = []  # of the run in progress; at most one
 
 
 def check(cfg: DictConfig, schema: type) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def check(cfg: DictConfig, schema: type) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).split(chr(10))[0]}") from error
     assert isinstance(config, dict)
-    _resolve_precision(config)
+    _resolve_machine(config)
     validate(config, schema)
     return config  # type: ignore[return-value]
 
@@ -58,6 +61,9 @@ def begin(config: dict[str, Any]) -> Path:
     seed_everything(config["seed"])
     threads = set_threads(config["threads"])
     folder = Path(config["paths"]["run"])
+    _run_ids[:] = [config["run_id"]]
+    if _typed:
+        sys.argv[1:] = _typed  # run.json records what the user typed, without our quotes
     record = write_run_json(folder, config, threads=threads)
     log.info("%s; %s threads, %s", record["machine"], threads, record["dtype"])
     return folder
@@ -107,16 +113,30 @@ def run_entry_point(main: Callable[[], Any], config_dir: Path) -> None:
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra would swallow the exception and exit on its own
     quiet_libraries()
+    _typed[:] = sys.argv[1:]
+    sys.argv[1:] = quote_prompt(_typed)
     try:
         main()
     except (SpecDiffError, HydraException, OmegaConfBaseException) as error:
         sys.exit(_report(error, config_dir))
+    except (OSError, RuntimeError) as error:
+        message = storage_problem(error)
+        if message is None:
+            raise
+        print(f"error: {message}; free some space (or choose another paths.outputs) and run the same command again "
+              f"with {_how_to_continue()}; what was written stays", file=sys.stderr)  # fmt: skip
+        sys.exit(1)
     except KeyboardInterrupt:
         finish_sweep()
-        print("\ninterrupted; what was written stays. Rerun with the same run_id to go on.", file=sys.stderr)
+        print(f"\ninterrupted; what was written stays. Rerun with {_how_to_continue()} to go on.", file=sys.stderr)
         sys.exit(130)
     finally:
         finish_sweep()
+
+
+def _how_to_continue() -> str:
+    """The run_id of the run in progress, as an override."""
+    return f"run_id={_run_ids[-1]}" if _run_ids else "the same run_id"
 
 
 def _report(error: Exception, config_dir: Path) -> int:
@@ -124,43 +144,19 @@ def _report(error: Exception, config_dir: Path) -> int:
     if isinstance(error, InstantiationException):
         raise error
     if not isinstance(error, SpecDiffError):
-        error = _clear_composition_error(error, config_dir)
+        error = clear_composition_error(error, config_dir, _typed)
     print(f"error: {error}", file=sys.stderr)
     return 1
 
 
-def _clear_composition_error(error: Exception, config_dir: Path) -> Exception:
-    """Hydra's and OmegaConf's own refusals (``gama=3``, a missing option) in our words."""
-    text = str(error)
-    found = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
-    if found is None or not isinstance(error, ConfigCompositionException | OmegaConfBaseException):
-        return ConfigError(text.split("\nConfig search path:")[0].strip())
-    full = re.search(r"full_key: (\S+)", str(error.__cause__ or text))
-    key = full.group(1) if full else found.group(1)
-    return unknown_key(found.group(1) if "." in found.group(1) else key, _known_keys(config_dir))
-
-
-def _known_keys(config_dir: Path) -> list[str]:
-    """Every dotted key of the two entry points' default configurations, for suggestions."""
-    keys: list[str] = []
-    for path in sorted(config_dir.glob("*.yaml")):
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
-            keys += _flatten(OmegaConf.to_container(compose(path.stem), resolve=False), "")
-    return sorted(set(keys))
-
-
-def _flatten(node: Any, prefix: str) -> list[str]:
-    if not isinstance(node, dict):
-        return [prefix]
-    start = f"{prefix}." if prefix else ""
-    children = [key for name, child in node.items() for key in _flatten(child, f"{start}{name}")]
-    return ([prefix] if prefix else []) + children
-
-
-def _resolve_precision(config: dict[str, Any]) -> None:
-    """``trainer.precision: auto`` -> bf16-mixed where the machine multiplies bf16 natively, else 32-true."""
+def _resolve_machine(config: dict[str, Any]) -> None:
+    """What ``auto`` means here: ``trainer.accelerator`` the GPU if there is one (where ``verifier.device: auto`` is
+    too), ``trainer.precision`` bf16-mixed where that device multiplies bf16 natively, else 32-true."""
     trainer = config.get("trainer")
-    if isinstance(trainer, dict) and trainer.get("precision") == "auto":
+    if not isinstance(trainer, dict):
+        return
+    if trainer.get("accelerator") == "auto":
+        trainer["accelerator"] = "gpu" if torch.cuda.is_available() else "cpu"
+    if trainer.get("precision") == "auto":
         device = "cuda" if trainer.get("accelerator") in ("gpu", "cuda") else "cpu"
         trainer["precision"] = "bf16-mixed" if pick_dtype("auto", device) is torch.bfloat16 else "32-true"

@@ -30,6 +30,7 @@ MINIMUM: dict[str, float] = {
     "seed": 0, "threads": 1, "prefix_loss_weight": 0.0, "temperature": 0.0, "top_k": 0, "lr": 0.0,
     "weight_decay": 0.0, "warmup_steps": 0,
     "warmup_share": 0.0, "every_n_steps": 1, "accumulate_grad_batches": 1, "limit": 1, "draft_vocab_size": 1,
+    "num_probe_prompts": 1,
 }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ class TrainConfig:
     model_name: str
     run_id: str
     max_steps: int
-    prefix_loss_weight: float
+    prefix_loss_weight: float | None
     num_probe_prompts: int
     publish: bool
     seed: int
@@ -102,6 +103,7 @@ class EvalConfig:
     baseline: bool
     max_new_tokens: int
     stop: Sequence[str]
+    stop_ids: Sequence[int]
     num_warmup: int
     seed: int
     threads: int | None

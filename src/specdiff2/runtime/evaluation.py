@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
+from specdiff2.evaluation.agreement import first_divergence
 from specdiff2.evaluation.benchmark import Benchmark
-from specdiff2.evaluation.divergence import explain_divergences
-from specdiff2.evaluation.metrics import write_summary
+from specdiff2.evaluation.divergence import explain_divergences, token_gap
 from specdiff2.evaluation.records import RECORDS_FILE, read_records
-from specdiff2.evaluation.report import write_report
 from specdiff2.evaluation.table import plain_table
-from specdiff2.models.pretrained import load_drafter, read_training_info
+from specdiff2.models.packed_linear import pack_linears
+from specdiff2.models.pretrained import load_drafter, read_drafter_config, read_training_info
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.protocols import Decoder, Drafter
 from specdiff2.rng import TorchRandomSource
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.factories import SamplerSettings
+from specdiff2.runtime.rebuild_report import rebuild, write_training_runs
 from specdiff2.runtime.show import show_prompt, use_color
-from specdiff2.types import ConfigError
+from specdiff2.types import ConfigError, Generation
 
 log = logging.getLogger(__name__)
 UNTRAINED = "untrained"
@@ -33,13 +35,14 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
     """Decode and report into ``folder``.
 
     Raises:
-        ConfigError: a drafter folder is missing (found before any model loads), or a prompt does not fit.
+        ConfigError: a drafter folder is missing or drafts fewer positions than asked for (both found before any
+            model loads), or a prompt does not fit.
         MismatchError: a drafter was trained for another verifier or tokenizer.
     """
     nodes = config["methods"] or {config["sampler"]["name"]: config["sampler"]}
     samplers = {name: instantiate(node) for name, node in nodes.items()}
     for settings in samplers.values():
-        require_drafter(settings.drafter)
+        require_drafter(settings)
     if config["prompt"] is not None and not config["prompt"].strip():
         raise ConfigError(f"prompt={config['prompt']!r}: expected some text")
     sources = None if config["prompt"] is not None else named_sources(config["benchmark"])
@@ -52,9 +55,15 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
     records = read_records(run_benchmarks(config, verifier, sources, decoders, folder))
     if config["baseline"] and verifier.sampling.temperature == 0:
         explain_divergences(verifier, records, folder)  # bf16 near-ties: how near, and how many
-    summary = write_summary(folder)
-    report = write_report([folder, *training_runs(samplers.values())])
-    print(f"\n{plain_table(summary['rows'])}\n\nreport: {report}")
+    write_training_runs(folder, training_runs(samplers.values()))
+    report = rebuild([folder])
+    print(f"\n{plain_table(read_summary(folder)['rows'])}\n\nreport: {report}")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """``summary.json`` of a finished evaluation."""
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return summary
 
 
 def training_runs(samplers: Iterable[SamplerSettings]) -> list[Path]:
@@ -63,19 +72,27 @@ def training_runs(samplers: Iterable[SamplerSettings]) -> list[Path]:
     return [Path(run) for run in dict.fromkeys(trained) if run and (Path(run) / "metrics.csv").is_file()]
 
 
-def require_drafter(drafter: str) -> None:
-    """Refuse a missing drafter folder with the command that makes one.
+def require_drafter(settings: SamplerSettings) -> None:
+    """Refuse a missing drafter folder with the command that makes one, and a window longer than it was trained for.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or ``sampler.gamma`` is above the drafter's.
+        CorruptFileError: its config is damaged.
     """
-    if drafter != UNTRAINED and not Path(drafter).is_dir():
+    drafter = settings.drafter
+    if drafter == UNTRAINED:
+        return
+    if not Path(drafter).is_dir():
         raise ConfigError(
             f"drafter={drafter!r}: no such folder; train one with `python train.py` (about 15 minutes on 2 cores) or "
             f"`make demo`, name another folder, or use drafter={UNTRAINED} for the verifier's layers as copied"
         )
-    if drafter != UNTRAINED:
-        read_training_info(drafter)  # refuses a damaged config before the verifier loads
+    gamma = read_drafter_config(drafter).gamma  # refuses a damaged config before the verifier loads
+    if settings.gamma is not None and settings.gamma > gamma:
+        raise ConfigError(
+            f"gamma={settings.gamma} of sampler {settings.name!r}: expected at most {gamma}, the positions drafter "
+            f"{drafter} was trained to draft; use a smaller sampler.gamma or train with model.gamma={settings.gamma}"
+        )
 
 
 def named_sources(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,10 +114,18 @@ def build_decoders(
     for name, settings in samplers.items():
         if settings.drafter not in drafters:
             fresh = settings.drafter == UNTRAINED
-            drafter = instantiate(config["model"])(verifier) if fresh else load_drafter(settings.drafter, verifier)
-            drafters[settings.drafter] = drafter.eval()
+            drafters[settings.drafter] = (
+                untrained_drafter(config, verifier) if fresh else load_drafter(settings.drafter, verifier)
+            )
         decoders[name] = settings.make(verifier, drafters[settings.drafter])
     return decoders
+
+
+def untrained_drafter(config: Mapping[str, Any], verifier: HFVerifier) -> Drafter:
+    """The verifier's layers as copied, in the number format a trained drafter is loaded in."""
+    drafter: Any = instantiate(config["model"])(verifier).to(verifier.dtype).eval()
+    pack_linears(drafter)
+    return drafter  # type: ignore[no-any-return]
 
 
 def run_benchmarks(
@@ -122,6 +147,7 @@ def run_benchmarks(
             max_new_tokens=config["max_new_tokens"],
             seed=config["seed"],
             num_warmup=config["num_warmup"],
+            stop_ids=config["stop_ids"],
             stop_strings=config["stop"],
         )
         paths.append(benchmark.run(folder if len(sources) == 1 else folder / "benchmarks" / name))
@@ -135,10 +161,12 @@ def show(config: Mapping[str, Any], verifier: HFVerifier, decoders: dict[str, De
 
     def options() -> dict[str, Any]:
         rng = TorchRandomSource(config["seed"])  # every method gets the same random numbers
-        return {"max_new_tokens": config["max_new_tokens"], "rng": rng, "stop_strings": config["stop"]}
+        stops = {"stop_ids": config["stop_ids"], "stop_strings": config["stop"]}
+        return {"max_new_tokens": config["max_new_tokens"], "rng": rng, **stops}
 
+    encode = ChatEncoder(verifier.tokenizer).encode
     generations = show_prompt(
-        config["prompt"], decoders, ChatEncoder(verifier.tokenizer).encode, verifier.tokenizer,
+        config["prompt"], decoders, encode, verifier.tokenizer,
         color=use_color(config["color"], sys.stdout), decode_options=options,
     )  # fmt: skip
     base = generations.get("autoregressive")
@@ -146,6 +174,22 @@ def show(config: Mapping[str, Any], verifier: HFVerifier, decoders: dict[str, De
         return
     for name, generation in generations.items():
         if generation is not base:
-            same = "the same tokens as" if generation.tokens == base.tokens else "other tokens (a near-tie) than"
-            faster = base.decode_s / generation.decode_s if generation.decode_s > 0 else 0.0
-            print(f"{name}: {same} the verifier alone, {faster:.2f}x its speed")
+            told = compare_tokens(verifier, encode(config["prompt"]), base, generation)
+            seconds = generation.decode_s * base.num_tokens / max(generation.num_tokens, 1)
+            faster = base.decode_s / seconds if seconds > 0 else 0.0
+            print(f"{name}: {told}, {faster:.2f}x its speed")
+
+
+def compare_tokens(verifier: HFVerifier, prompt: Sequence[int], base: Generation, generation: Generation) -> str:
+    """In words: the same tokens, or from where on others and how far apart the two candidates are there."""
+    position = first_divergence(base.tokens, generation.tokens)
+    if position is None:
+        return "the same tokens as the verifier alone"
+    told = f"other tokens than the verifier alone from token {position} on"
+    if position >= min(base.num_tokens, generation.num_tokens):
+        return told
+    gap = token_gap(verifier, [*prompt, *base.tokens[:position]], base.tokens[position], generation.tokens[position])[
+        "margin_ulp"
+    ]
+    dtype = str(verifier.dtype).removeprefix("torch.")
+    return f"{told} (logits of the two candidates {gap:.1f} spacings of {dtype} apart)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -29,7 +30,7 @@ def make_verifier(
     revision: str | None = None,
     gguf_file: str | None = None,
     dtype: str = "auto",
-    attn_implementation: str = "sdpa",
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa",
     device: str = "auto",
     cache_dir: str | None = None,
     temperature: float = 0.0,
@@ -51,7 +52,7 @@ class SamplerSettings:
     Attributes:
         name: how tables call the method.
         K: number of drafts.
-        gamma: drafted positions; None means the drafter's own.
+        gamma: drafted positions, at most the drafter's; None means the drafter's own.
         temperature: of the drafter; None means 0 (the most probable window) for one draft of a rule that does not
             read draft probabilities, else 1.
         drafter: folder written by training, or ``untrained`` for the layers as copied.

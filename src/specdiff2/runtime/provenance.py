@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from specdiff2.models.dtypes import describe_cpu, pick_dtype
+from specdiff2.models.dtypes import describe_cpu, pick_device, pick_dtype
 from specdiff2.types import SpecDiffError
 
 PACKAGES = ("specdiff2", "torch", "lightning", "transformers", "hydra-core", "datasets", "wandb", "safetensors", "gguf",
@@ -34,17 +34,20 @@ def write_run_json(folder: Path, config: dict[str, Any], *, threads: int) -> dic
 
     Raises:
         SpecDiffError: the folder cannot be written (full disk, no permission).
+        ConfigError: ``verifier.device`` or ``verifier.dtype`` is unknown or not there.
     """
     details = machine()
     commit, dirty = git_state(Path(__file__).resolve().parent)
     verifier = config.get("verifier", {})
+    device = pick_device(verifier.get("device", "auto"))
     record = {
         "command": command_line(),
         "commit": commit,
         "dirty": dirty,
         "machine": describe_machine(details),
         "machine_details": details,
-        "dtype": str(pick_dtype(verifier.get("dtype", "auto"), torch.device(details["device"]))).removeprefix("torch."),
+        "dtype": str(pick_dtype(verifier.get("dtype", "auto"), device)).removeprefix("torch."),
+        "device": str(device),
         "threads": threads,
         "runtime": f"torch {torch.__version__} eager",
         "seed": config.get("seed"),

@@ -5,22 +5,57 @@ python -m specdiff2.runtime.rebuild_report [FOLDER ...]    # default: the newest
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdiff2.evaluation.metrics import write_summary
+from specdiff2.evaluation.metrics import write_json, write_summary
 from specdiff2.evaluation.records import RECORDS_FILE
 from specdiff2.evaluation.report import write_report
-from specdiff2.types import ConfigError, SpecDiffError
+from specdiff2.types import ConfigError, CorruptFileError, SpecDiffError
+
+TRAINING_RUNS_FILE = "training_runs.json"
 
 
 def rebuild(folders: Sequence[Path]) -> Path:
-    """Summaries of every folder with records, then one report of all of them in the first folder."""
+    """Summaries of every folder with records, then one report of all of them in the first folder.
+
+    The training runs whose drafters were measured come in too, as far as they are still there.
+
+    Raises:
+        ConfigError: a folder is missing or holds no results.
+        CorruptFileError: a file of a run cannot be read.
+    """
     for folder in folders:
         if (folder / RECORDS_FILE).is_file():
             write_summary(folder)
-    return write_report(list(folders))
+    trained = [run for folder in folders for run in read_training_runs(folder)]
+    return write_report(list({folder.resolve(): folder for folder in [*folders, *trained]}.values()))
+
+
+def write_training_runs(folder: Path, runs: Sequence[Path]) -> None:
+    """Remember where the measured drafters were trained: the report shows their curves."""
+    write_json(folder / TRAINING_RUNS_FILE, {"training_runs": [str(run.resolve()) for run in runs]})
+
+
+def read_training_runs(folder: Path) -> list[Path]:
+    """The remembered training runs that still have their metrics; none for a folder without the file.
+
+    Raises:
+        CorruptFileError: the file is damaged.
+    """
+    path = folder / TRAINING_RUNS_FILE
+    if not path.is_file():
+        return []
+    try:
+        runs = [Path(run) for run in json.loads(path.read_text(encoding="utf-8"))["training_runs"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptFileError(
+            f'{path} is damaged ({error}): expected {{"training_runs": [folders]}}; delete it and name the training '
+            "runs yourself"
+        ) from error
+    return [run for run in runs if (run / "metrics.csv").is_file()]
 
 
 def newest_run(outputs: Path) -> Path:
@@ -29,7 +64,9 @@ def newest_run(outputs: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    found = sorted(outputs.glob(f"eval/*/*/{RECORDS_FILE}"), key=lambda path: path.stat().st_mtime)
+    # a suite measures each benchmark in a folder of its own below the run
+    found = [path for path in outputs.glob(f"eval/**/{RECORDS_FILE}") if path.parents[1].name != "benchmarks"]
+    found.sort(key=lambda path: path.stat().st_mtime)
     if not found:
         raise ConfigError(f"no evaluation below {outputs}: run `python eval.py` first, or name its folder")
     return found[-1].parent

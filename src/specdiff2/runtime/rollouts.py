@@ -5,25 +5,59 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.generate import rollout_fingerprint
-from specdiff2.data.prompt import PromptSource
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.models.vocab import tokenizer_fingerprint
+from specdiff2.runtime.prompts import LoadedPrompts
+from specdiff2.types import ConfigError, SamplingParams
 
 log = logging.getLogger(__name__)
 SAMPLING_KEYS = ("temperatures", "top_k", "top_p", "samples_per_prompt", "max_new_tokens", "seed")
 
 
+def check_sampling(rollouts: Mapping[str, Any]) -> None:
+    """Check section ``data.rollouts`` as sampling will, before any model loads.
+
+    Raises:
+        ConfigError: a temperature, count or cut-off is outside its range.
+    """
+    rollout_fingerprint(verifier="", tokenizer="", chat_template="", prompts={}, **_settings(rollouts))
+
+
+def teacher_sampling(rollouts: Mapping[str, Any]) -> SamplingParams:
+    """The law that the rollouts are drawn from: what an objective reads as the verifier's probabilities.
+
+    Raises:
+        ConfigError: rollouts of several temperatures are drawn from several laws.
+    """
+    temperatures = list(rollouts.get("temperatures", (1.0,)))
+    if len(temperatures) != 1:
+        raise ConfigError(
+            f"data.rollouts.temperatures={temperatures}: expected one with objective streak_expected, which compares "
+            "the drafter with the one law that its rollouts are drawn from; choose one, or another objective"
+        )
+    law = SamplingParams(float(temperatures[0]), rollouts.get("top_k", 0), rollouts.get("top_p", 1.0))
+    log.info("verifier probabilities in training: %s, the law of the rollouts", law)
+    if law.temperature == 0:
+        log.warning("at temperature 0 those are one-hot, so streak_expected equals streak, which needs no verifier in "
+                    "training; for another law set e.g. data.rollouts.temperatures=[1.0]")  # fmt: skip
+    return law
+
+
+def _settings(source: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: source[key] for key in SAMPLING_KEYS if key in source}
+
+
 def ensure_rollouts(
-    verifier: HFVerifier, source: PromptSource, generate: Callable[..., Any], folder: Path, *, named: bool
+    verifier: HFVerifier, loaded: LoadedPrompts, generate: Callable[..., Any], folder: Path, *, named: bool
 ) -> RolloutStore:
-    """A complete store of rollouts for every prompt of ``source``.
+    """A complete store of rollouts for every prompt.
 
     Args:
         generate: ``generate_rollouts`` with its settings bound (``functools.partial``).
@@ -32,21 +66,20 @@ def ensure_rollouts(
 
     Raises:
         MismatchError: ``folder`` was made with other settings.
-        ConfigError, CorruptFileError, StorageError: from the prompt source and the store.
+        ConfigError, CorruptFileError, StorageError: from sampling and the store.
     """
     encoder = ChatEncoder(verifier.tokenizer)
-    settings = getattr(generate, "keywords", {})
     fingerprint = rollout_fingerprint(
         verifier=verifier.fingerprint,
         tokenizer=str(tokenizer_fingerprint(verifier.tokenizer)),
         chat_template=encoder.fingerprint,
-        prompts=source.describe(),
-        **{key: settings[key] for key in SAMPLING_KEYS if key in settings},
+        prompts=loaded.origin,
+        **_settings(getattr(generate, "keywords", {})),
     )
     if not named:
         digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:8]
         folder = folder.with_name(f"{folder.name}-{digest}")
     store = RolloutStore(folder, fingerprint)
-    report = generate(verifier, encoder, source.load(), store)
+    report = generate(verifier, encoder, loaded.prompts, store)
     log.info("rollouts in %s: %d reused, %d sampled", folder, report.num_reused, report.num_new)
     return store

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from specdiff2.evaluation.benchmark import token_pieces
+from specdiff2.decoding.detokenize import Detokenizer
 from specdiff2.types import Generation
 
 _STREAKS = ("\x1b[30;48;5;114m", "\x1b[30;48;5;79m")
@@ -33,15 +33,12 @@ class StreakPrinter:
     """
 
     def __init__(self, tokenizer: Any, *, color: bool, stream: TextIO | None = None) -> None:
-        self._tokenizer, self._color = tokenizer, color
+        self._detokenizer, self._color = Detokenizer(tokenizer), color
         self._stream = sys.stdout if stream is None else stream
-        self._tokens: list[int] = []
         self._num_rounds = 0
 
     def __call__(self, tokens: list[int], text: str) -> None:
-        num_shown = len(self._tokens)
-        self._tokens += tokens
-        pieces = token_pieces(self._tokenizer, self._tokens)[num_shown:]
+        pieces = [self._detokenizer.push([token]) for token in tokens]
         self._stream.write(mark(pieces, self._num_rounds, color=self._color))
         self._stream.flush()
         self._num_rounds += 1
@@ -72,11 +69,16 @@ def show_prompt(
     prompt: str, decoders: dict[str, Any], encode: Callable[[str], list[int]], tokenizer: Any, *, color: bool,
     decode_options: Callable[[], dict[str, Any]],
 ) -> dict[str, Generation]:  # fmt: skip
-    """Decode ``prompt`` with every decoder, streaming each; returns the generations by name."""
+    """Decode ``prompt`` with every decoder, twice: streamed for the eye, then silently for the numbers.
+
+    Printing and detokenising every round is time that no benchmark has, so the numbers come from a second decode
+    with the same random numbers; the streamed one has warmed everything up. Returns the second ones by name.
+    """
     ids = encode(prompt)
     generations = {}
     for name, decoder in decoders.items():
         print(f"\n--- {name} ---")
-        generations[name] = decoder.generate(ids, on_tokens=StreakPrinter(tokenizer, color=color), **decode_options())
+        decoder.generate(ids, on_tokens=StreakPrinter(tokenizer, color=color), **decode_options())
+        generations[name] = decoder.generate(ids, **decode_options())
         print(f"\n\n{describe_generation(name, generations[name])}")
     return generations

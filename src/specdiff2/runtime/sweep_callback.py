@@ -64,11 +64,22 @@ def fingerprint(config: DictConfig) -> str:
 
 def is_done(folder: Path, digest: str) -> bool:
     """Whether the job of these settings has already finished in ``folder``."""
-    path = folder / STATUS_FILE
-    if not path.is_file():
-        return False
-    status = json.loads(path.read_text(encoding="utf-8"))
-    return status.get("status") == "done" and status.get("fingerprint") == digest
+    status = read_status(folder / STATUS_FILE)
+    return status["status"] == "done" and status.get("fingerprint") == digest
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """What a job wrote; a missing or damaged file is a job that is not done."""
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"status": "not started"}
+    except ValueError:
+        status = None
+    if isinstance(status, dict) and isinstance(status.get("status"), str):
+        return status
+    log.warning("%s: damaged, so the job counts as not done", path)
+    return {"status": "damaged"}
 
 
 def finish_sweep() -> None:
@@ -77,7 +88,7 @@ def finish_sweep() -> None:
         return
     folder = _current_sweep.pop()
     files = sorted(folder.glob(f"*/{STATUS_FILE}"))
-    states = {path.parent: json.loads(path.read_text(encoding="utf-8")) for path in files}
+    states = {path.parent: read_status(path) for path in files}
     failed = [job for job, state in states.items() if state["status"] != "done"]
     if any((job / "summary.json").is_file() for job in states):  # evaluations; it lists what failed too
         print(merge_jobs(folder))

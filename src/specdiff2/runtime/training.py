@@ -6,9 +6,10 @@ Wiring only. What can be refused without a model (objective, checkpoint to resum
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from specdiff2.data.chat import ChatEncoder
+from specdiff2.data.prompt import Prompt
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.data.windows import draft_vocabulary
 from specdiff2.models.pretrained import load_drafter, read_training_info, save_drafter
@@ -23,10 +25,14 @@ from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.factories import SamplerSettings
-from specdiff2.runtime.rollouts import ensure_rollouts
+from specdiff2.runtime.prompts import LoadedPrompts, check_disjoint, load_prompts
+from specdiff2.runtime.resume import Checkpoint, check_resume, continue_curves, find_checkpoint, read_checkpoint
+from specdiff2.runtime.rollouts import check_sampling, ensure_rollouts, teacher_sampling
+from specdiff2.runtime.storage import storage_problem
+from specdiff2.training.callbacks.drafter_export import DRAFTER_NAMES, DrafterExport
 from specdiff2.training.loggers import close
 from specdiff2.training.module import DistillationModule
-from specdiff2.types import ConfigError, SpecDiffError
+from specdiff2.types import ConfigError, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +43,22 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
     Raises:
         ConfigError: no checkpoint to resume, prompts or rollouts that cannot train, a bad objective.
         MismatchError: rollouts or the checkpoint belong to other settings.
-        SpecDiffError: the disk is full; what was written before stays.
+        StorageError: the disk is full or refuses; what was written before stays.
+        SystemExit: interrupted.
     """
-    check_prefix_loss(config["prefix_loss_weight"], config["model"])
-    checkpoint = find_checkpoint(config["resume"], Path(config["paths"]["outputs"]))
+    prefix_loss_weight = resolve_prefix_loss(config["prefix_loss_weight"], config["model"])
     schedule: ObjectiveSchedule = instantiate(config["objective"])
     log.info("objective: %s", " -> ".join(f"{s['name']} ({s['steps'] or 'to the end'})" for s in schedule.describe()))
     make_optimizer, make_scheduler = build_optimization(config)
+    check_sampling(config["data"]["rollouts"])
+    sampling = teacher_sampling(config["data"]["rollouts"]) if schedule.needs_verifier_probs else None
+    checkpoint = prepare_resume(config, schedule, folder)
+    prompts = {split: load_prompts(instantiate(config["data"][f"{split}_prompts"])) for split in ("train", "val")}
+    check_disjoint(prompts["train"].prompts, prompts["val"].prompts)
     verifier: HFVerifier = instantiate(config["verifier"])
-    train_store, val_store = build_rollouts(config["data"], verifier, Path(config["paths"]["rollouts"]))
-    drafter = build_drafter(config, verifier, train_store)
-    data = build_data(config["data"], verifier, drafter.gamma, schedule, (train_store, val_store))
+    stores = build_rollouts(config["data"], verifier, prompts, Path(config["paths"]["rollouts"]))
+    drafter = build_drafter(config, verifier, stores[0])
+    data = build_data(config["data"], verifier, drafter.gamma, schedule, stores, prompts["train"].prompts)
     online = bool(config["data"]["online"])
     module = DistillationModule(
         drafter,
@@ -55,18 +66,59 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         schedule,
         make_optimizer,
         make_scheduler,
+        verifier_sampling=sampling,
         refresh_rollouts=data.refresh if online else None,
         refresh_every_n_steps=config["data"]["refresh_every_n_steps"] if online else 0,
-        prefix_loss_weight=config["prefix_loss_weight"],
+        prefix_loss_weight=prefix_loss_weight,
     )
-    trainer = build_trainer(config, verifier, folder)
+    callbacks = build_callbacks(config, verifier, prompts["val"].prompts, folder)
+    trainer = build_trainer(config, callbacks, folder)
+    verifier.model.to(trainer.strategy.root_device)  # the drafter borrows its embedding; both must be in one place
+    fit(trainer, module, data, checkpoint, folder)
+    if trainer.is_global_zero:
+        report(config, folder, verifier, exported_names(callbacks))
+
+
+def prepare_resume(config: Mapping[str, Any], schedule: ObjectiveSchedule, folder: Path) -> Checkpoint | None:
+    """The checkpoint to go on with, checked against these settings before any model loads; None for a new run.
+
+    Raises:
+        ConfigError, CorruptFileError, MismatchError: there is none, it is damaged, or it is of other settings.
+    """
+    path = find_checkpoint(config["resume"], Path(config["paths"]["outputs"]))
+    if path is None:
+        return None
+    checkpoint = read_checkpoint(path)
+    check_resume(checkpoint, config["model"], schedule, config["optimizer"].get("lr"))
+    log.info("resuming from %s at step %d", checkpoint.path, checkpoint.step)
+    continue_curves(checkpoint, folder)
+    return checkpoint
+
+
+def fit(trainer: Any, module: Any, data: Any, checkpoint: Checkpoint | None, folder: Path) -> None:
+    """Train, and say how to go on where that is cut short.
+
+    Raises:
+        SystemExit: interrupted (130); Lightning has turned Ctrl-C into an exit of its own.
+        StorageError: the disk is full or refuses.
+    """
+    path = None if checkpoint is None else str(checkpoint.path)
     try:
         with clear_disk_errors(folder):
-            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+    except (KeyboardInterrupt, SystemExit) as error:
+        if trainer.is_global_zero:
+            print(f"\ninterrupted at step {trainer.global_step}; {how_to_go_on(folder)}", file=sys.stderr)
+        raise SystemExit(130) from error
     finally:
         close(trainer.loggers)
-    if trainer.is_global_zero:
-        report(config, folder, verifier)
+
+
+def how_to_go_on(folder: Path) -> str:
+    """The override that continues a run that has been cut short."""
+    if (folder / "checkpoints" / "last.ckpt").is_file():
+        return f"go on with the same command and resume={folder}"
+    return "no checkpoint was written yet: run the same command again (rollouts on disk are reused)"
 
 
 def build_optimization(config: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -84,56 +136,42 @@ def build_optimization(config: Mapping[str, Any]) -> tuple[Callable[..., Any], C
     return make_optimizer, make_scheduler
 
 
-def build_trainer(config: Mapping[str, Any], verifier: HFVerifier, folder: Path) -> Any:
-    """Lightning's Trainer with the configured callbacks and loggers (several loggers may run at once)."""
+def build_trainer(config: Mapping[str, Any], callbacks: list[Any], folder: Path) -> Any:
+    """Lightning's Trainer with the configured loggers (several may run at once)."""
     return instantiate(
         config["trainer"],
-        callbacks=build_callbacks(config, verifier, folder),
+        callbacks=callbacks,
         logger=[instantiate(node) for node in config["logger"].values() if node is not None],
         default_root_dir=str(folder),
     )
 
 
-def check_prefix_loss(weight: float, model: Mapping[str, Any]) -> None:
-    """Raises ConfigError: a prefix loss is asked of a drafter whose prefix rows do not predict the next token."""
-    shifted, attention = model.get("shifted"), model.get("attention")
-    if weight > 0 and not (shifted and attention == "causal_prefix"):
-        raise ConfigError(
-            f"prefix_loss_weight={weight} with model.shifted={shifted} and model.attention={attention}: expected "
-            "model.shifted=true and model.attention=causal_prefix; set prefix_loss_weight=0"
-        )
-
-
-def find_checkpoint(resume: bool | str, outputs: Path) -> str | None:
-    """The checkpoint file that ``resume`` means: ``True`` the newest ``last.ckpt``, else a run folder or a file.
+def resolve_prefix_loss(weight: float | None, model: Mapping[str, Any]) -> float:
+    """``None`` means 0.05 for drafters whose prefix rows predict the next token (shifted, causal), else 0.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: a prefix loss is asked of a drafter without such rows.
     """
-    if resume is False:
-        return None
-    if resume is True:
-        found = sorted(outputs.glob("**/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise ConfigError(f"resume=true: no checkpoints/last.ckpt below {outputs}; start with resume=false")
-        return str(found[-1])
-    path = Path(resume)
-    candidates = [path, path / "last.ckpt", path / "checkpoints" / "last.ckpt"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return str(candidate)
-    raise ConfigError(
-        f"resume={resume!r}: no such checkpoint; expected a .ckpt file or a run folder with checkpoints/last.ckpt"
-    )
+    shifted, attention = model.get("shifted"), model.get("attention")
+    possible = bool(shifted) and attention == "causal_prefix"
+    if weight is None:
+        return 0.05 if possible else 0.0
+    if weight > 0 and not possible:
+        raise ConfigError(
+            f"prefix_loss_weight={weight} with model.shifted={shifted} and model.attention={attention}: expected "
+            "model.shifted=true and model.attention=causal_prefix; set prefix_loss_weight=0 (or null)"
+        )
+    return weight
 
 
-def build_rollouts(data: Mapping[str, Any], verifier: HFVerifier, root: Path) -> tuple[RolloutStore, RolloutStore]:
+def build_rollouts(
+    data: Mapping[str, Any], verifier: HFVerifier, prompts: Mapping[str, LoadedPrompts], root: Path
+) -> tuple[RolloutStore, RolloutStore]:
     """Complete training and held-out stores."""
     generate = instantiate(data["rollouts"])
     named = data["folder"] is not None
     base = Path(data["folder"]) if named else root / data["name"]
-    sources = {"train": instantiate(data["train_prompts"]), "val": instantiate(data["val_prompts"])}
-    stores = {s: ensure_rollouts(verifier, source, generate, base / s, named=named) for s, source in sources.items()}
+    stores = {s: ensure_rollouts(verifier, loaded, generate, base / s, named=named) for s, loaded in prompts.items()}
     return stores["train"], stores["val"]
 
 
@@ -154,21 +192,24 @@ def build_data(
     gamma: int,
     schedule: ObjectiveSchedule,
     stores: tuple[RolloutStore, RolloutStore],
+    prompts: Sequence[Prompt],
 ) -> Any:
     """The data module; windows reveal tokens only where an objective of the schedule wants that."""
     online = None
     if data["online"]:
-        prompts = instantiate(data["train_prompts"]).load()
         online = instantiate(data["online_rollouts"])(verifier, ChatEncoder(verifier.tokenizer), prompts)
     masking = "random" if schedule.needs_random_masks else "full"
     return instantiate(data["module"])(*stores, gamma=gamma, masking=masking, online=online)
 
 
-def build_callbacks(config: Mapping[str, Any], verifier: HFVerifier, folder: Path) -> list[Any]:
+def build_callbacks(
+    config: Mapping[str, Any], verifier: HFVerifier, held_out: Sequence[Prompt], folder: Path
+) -> list[Any]:
     """Callbacks in the order of the configuration; those that need models get them here."""
     extra: dict[str, Callable[[Any], Any]] = {
         "decoding_probe": lambda make: make(
-            probe_prompts(config, verifier), make_decoder=partial(probe_decoder, verifier)
+            probe_prompts(held_out[: config["num_probe_prompts"]], verifier),
+            make_decoder=partial(probe_decoder, verifier),
         ),
         "drafter_export": lambda make: make(save_drafter=partial(export_drafter, folder)),
     }
@@ -190,10 +231,9 @@ def probe_decoder(verifier: HFVerifier, drafter: Any) -> Any:
     return SamplerSettings(name="probe", rule="greedy", drafter="").make(verifier, drafter)
 
 
-def probe_prompts(config: Mapping[str, Any], verifier: HFVerifier) -> list[list[int]]:
-    """Token ids of the first held-out prompts."""
+def probe_prompts(prompts: Sequence[Prompt], verifier: HFVerifier) -> list[list[int]]:
+    """Their token ids."""
     encoder = ChatEncoder(verifier.tokenizer)
-    prompts = instantiate(config["data"]["val_prompts"]).load()[: config["num_probe_prompts"]]
     return [encoder.encode(prompt) for prompt in prompts]
 
 
@@ -203,25 +243,42 @@ def clear_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-        if not full and "PytorchStreamWriter" not in str(error):
+        problem = storage_problem(error)
+        if problem is None:
             raise
-        raise SpecDiffError(
-            f"writing to {folder} failed: {error}; free some disk space and go on with resume={folder}"
+        raise StorageError(
+            f"training stopped, {problem}; what was written to {folder} stays; free some disk space, then "
+            f"{how_to_go_on(folder)}"
         ) from error
 
 
-def report(config: Mapping[str, Any], folder: Path, verifier: HFVerifier) -> None:
+def exported_names(callbacks: Sequence[Any]) -> list[str]:
+    """Drafters that this run has exported (or taken over from the run it continues)."""
+    exports = [callback for callback in callbacks if isinstance(callback, DrafterExport)]
+    return [name for name in DRAFTER_NAMES if any(name in export.exported for export in exports)]
+
+
+def report(config: Mapping[str, Any], folder: Path, verifier: HFVerifier, names: Sequence[str]) -> None:
     """Publish the exported drafters and say what to do next."""
-    exported = sorted(path for path in (folder / "drafter").glob("*") if (path / "config.json").is_file())
-    if not exported:
+    if not names:
         print("no drafter was exported (the run ended before its first evaluation)")
         return
     shown = folder / "drafter"
     if config["publish"]:
         shown = Path(config["paths"]["drafters"]) / config["model_name"]
-        for path in exported:
+        for name in names:
+            path = folder / "drafter" / name
             drafter = load_drafter(path, verifier, dtype=torch.float32)  # as trained, not the verifier's dtype
-            save_drafter(drafter, shown / path.name, extra=read_training_info(path))
-    print(f"drafters: {', '.join(str(shown / path.name) for path in exported)}")
-    print(f"measure:  python eval.py drafter={shown / 'best'}")
+            save_drafter(drafter, shown / name, extra=read_training_info(path))
+        withdraw(shown, [name for name in DRAFTER_NAMES if name not in names])
+    print(f"drafters: {', '.join(str(shown / name) for name in names)}")
+    print(f"measure:  python eval.py drafter={shown / ('best' if 'best' in names else names[-1])}")
+
+
+def withdraw(shown: Path, names: Sequence[str]) -> None:
+    """Remove drafters that an earlier run has published: beside this run's they would be compared with them."""
+    for name in names:
+        if (shown / name / "config.json").is_file():
+            shutil.rmtree(shown / name)
+            log.warning("%s: removed, this run has none of that name (the run it came from keeps its own)",
+                        shown / name)  # fmt: skip

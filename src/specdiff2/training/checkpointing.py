@@ -14,6 +14,10 @@ from torch import nn
 
 from specdiff2.types import MismatchError
 
+# of the drafter's config: the same tensors mean something else where one of them differs
+CONFIG_KEYS = ("shifted", "attention", "denoising_steps", "layer_indices", "mask_token_id", "verifier_fingerprint",
+               "tokenizer_fingerprint")  # fmt: skip
+
 
 def trainable_names(module: nn.Module) -> set[str]:
     """Names of the parameters that are trained."""
@@ -54,7 +58,9 @@ def signature_of(drafter: Any) -> dict[str, Any]:
     """Settings that change what the trained tensors mean."""
     ids = drafter.draft_vocab_ids.detach().cpu().tolist()
     digest = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
-    return {"gamma": int(drafter.gamma), "draft_vocab_size": len(ids), "draft_vocab_sha256": digest}
+    config = getattr(drafter, "config", None)
+    details = {key: getattr(config, key) for key in CONFIG_KEYS if hasattr(config, key)}
+    return {"gamma": int(drafter.gamma), "draft_vocab_size": len(ids), "draft_vocab_sha256": digest} | details
 
 
 def verify_signature(drafter: Any, recorded: dict[str, Any]) -> None:
@@ -64,6 +70,8 @@ def verify_signature(drafter: Any, recorded: dict[str, Any]) -> None:
         MismatchError: a setting differs, or the checkpoint records none.
     """
     for key, value in signature_of(drafter).items():
+        if key in CONFIG_KEYS and key not in recorded:
+            continue  # a checkpoint from before they were recorded
         if recorded.get(key) != value:
             raise MismatchError(
                 f"checkpoint: {key}={recorded.get(key)!r}, but this drafter has {key}={value!r}: resume with the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,10 +39,14 @@ def wandb_logger(
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"project": project, "name": name, "dir": folder}
-    if mode == "online" and not has_key():
-        log.warning("W&B: no API key on this machine (`wandb login` stores one); recording offline in %s/wandb", folder)
-        mode = "offline"
+    wanted = os.environ.get("WANDB_MODE", "online")  # a user's own choice for all programs
+    if mode == "online" and wanted in ("disabled", "offline", "dryrun"):
+        mode = "offline" if wanted == "dryrun" else wanted
     try:
+        if mode == "online" and not has_key():
+            log.warning("W&B: no API key on this machine (`wandb login` stores one); recording offline in %s/wandb",
+                        folder)  # fmt: skip
+            mode = "offline"
         run = wandb.init(
             mode=mode, settings=wandb.Settings(init_timeout=init_timeout_s, reinit="create_new"), **options
         )

@@ -179,7 +179,7 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         if not math.isfinite(totals.loss_sum):  # before the step: parameters and earlier checkpoints stay usable
             raise SpecDiffError(
                 f"train/loss={totals.loss_sum} at step {self.global_step}: expected a finite number; training "
-                "diverged: lower the learning rate and resume from the last checkpoint"
+                "diverged: start a new run with a lower optimizer.lr (a resumed run keeps that of its checkpoint)"
             )
         divide_gradients(optimizer, totals.num_windows)
         self.num_windows_seen += totals.num_windows

@@ -4,11 +4,15 @@
     best/     highest monitored value from then on (the drafter that ``before/`` holds takes part)
     last/     at the end of training
 
-A folder is only replaced by a complete one (``save_drafter`` writes atomically).
+A folder is only replaced by a complete one (``save_drafter`` writes atomically). A run that is resumed in another
+folder takes ``before`` and ``best`` over from the one it continues.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,9 @@ import lightning.pytorch as pl
 
 from specdiff2.training.callbacks.streak_monitor import StreakMonitor
 from specdiff2.types import ConfigError
+
+log = logging.getLogger(__name__)
+DRAFTER_NAMES = ("before", "best", "last")
 
 
 class DrafterExport(pl.Callback):
@@ -27,6 +34,9 @@ class DrafterExport(pl.Callback):
         save_drafter: ``save_drafter(drafter, folder, facts)``, e.g. ``models.pretrained.save_drafter``; facts are the
             step, the objective and, for ``best``, the monitored value.
         monitor: metric of the ``StreakMonitor`` to maximise.
+
+    Attributes:
+        exported: names of what this run has written or taken over.
 
     Raises:
         ConfigError: no ``StreakMonitor`` before this callback, or it has no such metric.
@@ -42,8 +52,10 @@ class DrafterExport(pl.Callback):
         self.folder, self.monitor = Path(folder), monitor
         self.best_value: float | None = None
         self.best_step: int | None = None
+        self.exported: set[str] = set()
         self._save_drafter = save_drafter
         self._exported_before = False
+        self._earlier: Path | None = None
         self._source: StreakMonitor | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -51,6 +63,31 @@ class DrafterExport(pl.Callback):
         self._source = next((callback for callback in earlier if isinstance(callback, StreakMonitor)), None)
         if self._source is None:
             raise ConfigError("drafter export: no StreakMonitor before it: list the StreakMonitor first in callbacks")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """The monitor has evaluated already (or remembers it): a metric that it lacks is found before training."""
+        if self._source and self._source.history:
+            self._value_of(self._source.history[-1])
+        if self._earlier is not None:
+            self._take_over(trainer, self._earlier)
+
+    def _take_over(self, trainer: pl.Trainer, earlier: Path) -> None:
+        for name in ("before", "best"):
+            source, target = earlier / name, self.folder / name
+            expected = self._exported_before if name == "before" else self.best_value is not None
+            if not expected:
+                continue
+            if not (target / "config.json").is_file() and (source / "config.json").is_file() and trainer.is_global_zero:
+                scratch = self.folder / f".{name}.{os.getpid()}.tmp"
+                shutil.copytree(source, scratch)
+                scratch.replace(target)
+            trainer.strategy.barrier(f"drafter_export_{name}")
+            if (target / "config.json").is_file():
+                self.exported.add(name)
+                continue
+            log.warning("%s: not there any more, so this run goes on without it", source)
+            if name == "best":
+                self.best_value = self.best_step = None  # the next evaluation is the best one there is
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, warmup_steps = trainer.global_step, pl_module.schedule.warmup_steps
@@ -65,25 +102,35 @@ class DrafterExport(pl.Callback):
         self._export(trainer, pl_module, "last")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_value": self.best_value, "best_step": self.best_step, "exported_before": self._exported_before}
+        return {
+            "best_value": self.best_value,
+            "best_step": self.best_step,
+            "exported_before": self._exported_before,
+            "folder": str(self.folder.resolve()),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_value, self.best_step = state_dict["best_value"], state_dict["best_step"]
         self._exported_before = state_dict["exported_before"]
+        self._earlier = Path(state_dict["folder"]) if "folder" in state_dict else None
 
     def _export_if_best(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Only right after an evaluation of these very weights."""
         latest = self._source.history[-1] if self._source and self._source.history else None
         if latest is None or latest["step"] != trainer.global_step:
             return
-        if self.monitor not in latest:
-            raise ConfigError(f"drafter export: monitor={self.monitor!r}: expected one of {sorted(latest)[:4]} ...")
-        value = latest[self.monitor]
+        value = self._value_of(latest)
         if value is not None and (self.best_value is None or value > self.best_value):
             self.best_value, self.best_step = value, trainer.global_step
             self._export(trainer, pl_module, "best")
 
+    def _value_of(self, point: dict[str, Any]) -> float | None:
+        if self.monitor not in point:
+            raise ConfigError(f"drafter export: monitor={self.monitor!r}: expected one of {sorted(point)[:4]} ...")
+        return point[self.monitor]
+
     def _export(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:
+        self.exported.add(name)
         if not trainer.is_global_zero:
             return
         stage = pl_module.schedule.stage_at(max(0, trainer.global_step - 1))
