@@ -1,7 +1,7 @@
 """Speculative decoding as transformers' ``model.generate(..., custom_generate=speculative_generate)``.
 
     model.generate(input_ids, max_new_tokens=100, do_sample=False,
-                   custom_generate=speculative_generate, drafter="outputs/drafters/smollm2_block")
+                   custom_generate=speculative_generate, drafter="outputs/drafters/smollm2_block/best")
 
 ``generate`` prepares the inputs and the generation config and then calls the function below. Whatever the
 caller asked for that speculative decoding would not honour is refused, never ignored. Tested with

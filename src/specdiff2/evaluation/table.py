@@ -13,7 +13,7 @@ _FOOTER = "mean streak: draft tokens accepted per round, bonus token excluded; t
 _LABELS = {
     "autoregressive": "Autoregressive",
     "specdiff": "SpecDiff",
-    "specdiff_distilled": "SpecDiff, distilled",
+    "specdiff_distilled": "Distilled",
     "specdiff2": "SpecDiff-2",
     "tree_match": "Tree match",
     "leviathan": "Leviathan",
