@@ -105,13 +105,11 @@ def test_allocate_takes_shapes_from_the_config():
 
 def test_sliding_window_is_refused_naming_the_cache():
     """Case 15."""
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     for config in (
-        MistralConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, sliding_window=8),
+        MistralConfig(**sizes, sliding_window=8),
         Qwen2Config(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **sizes,
             num_key_value_heads=2,
             use_sliding_window=True,
             sliding_window=8,
@@ -121,10 +119,7 @@ def test_sliding_window_is_refused_naming_the_cache():
         with pytest.raises(ConfigError, match=r"PreallocatedCache cannot serve.*sliding"):
             PreallocatedCache.allocate(config, 1, 8, torch.float32)
     full = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **sizes,
         num_key_value_heads=2,
         use_sliding_window=False,
         sliding_window=8,

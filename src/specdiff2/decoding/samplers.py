@@ -8,7 +8,7 @@ from typing import Any
 from specdiff2.decoding.acceptance import check_combination, make_rule
 from specdiff2.decoding.engine import SpeculativeDecoder
 from specdiff2.decoding.selection import SelfSelection
-from specdiff2.protocols import Drafter, Verifier
+from specdiff2.protocols import AcceptanceRule, Drafter, Verifier
 from specdiff2.types import ConfigError, SamplingParams
 
 
@@ -45,6 +45,11 @@ def check_sampler(sampler: str, num_drafts: int | None = None) -> Sampler:
     return settings
 
 
+def default_draft_temperature(rule: AcceptanceRule, num_drafts: int) -> float:
+    """0 (the most probable window) for one draft of a rule that does not read draft probabilities, else 1."""
+    return 0.0 if num_drafts == 1 and not rule.reads_draft_probs else 1.0
+
+
 def make_decoder(
     verifier: Verifier,
     drafter: Drafter,
@@ -68,8 +73,7 @@ def make_decoder(
     rule = make_rule(settings.rule)
     num_drafts = settings.num_drafts if num_drafts is None else num_drafts
     if draft_sampling is None:
-        is_single = num_drafts == 1 and not rule.reads_draft_probs
-        draft_sampling = SamplingParams(temperature=0.0 if is_single else 1.0)
+        draft_sampling = SamplingParams(temperature=default_draft_temperature(rule, num_drafts))
     return SpeculativeDecoder(
         verifier,
         drafter,

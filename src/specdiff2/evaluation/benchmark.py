@@ -17,11 +17,11 @@ import torch
 from tqdm.auto import tqdm
 
 from specdiff2.evaluation.decoder_info import describe_decoder
-from specdiff2.evaluation.metrics import write_json
+from specdiff2.evaluation.json_files import read_json, write_json
 from specdiff2.evaluation.records import RECORDS_FILE, Record, RecordWriter, drop_half_line, read_records
 from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
-from specdiff2.types import ConfigError, CorruptFileError, MismatchError
+from specdiff2.types import ConfigError, MismatchError
 
 MANIFEST_FILE = "benchmark.json"
 _WARMUP_TOKENS = 32  # enough to touch every code path and shape class; warm-up is not measured
@@ -220,7 +220,8 @@ class Benchmark:
         if not path.exists():
             write_json(manifest, current)
             return set()
-        stored = _read_manifest(manifest)
+        remedy = "the settings its records were measured with; use another folder, or delete this one to measure again"
+        stored = read_json(manifest, remedy) if manifest.exists() else {}
         difference = _first_difference(stored, json.loads(json.dumps(current)))
         if difference is not None:
             key, old, new = difference
@@ -247,18 +248,6 @@ def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
         pieces.append(complete[len(shown) :])
         shown = max(shown, complete, key=len)
     return pieces
-
-
-def _read_manifest(path: Path) -> Any:
-    if not path.exists():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(
-            f"{path} is not JSON ({error}): expected the settings its records were measured with; use another folder, "
-            "or delete this one to measure again"
-        ) from error
 
 
 def _last_message(prompt: BenchmarkPrompt) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from specdiff2.evaluation.agreement import NEAR_TIE_SPACINGS, Divergence, divergences
-from specdiff2.evaluation.metrics import BASELINE, write_json
+from specdiff2.evaluation.json_files import write_json
+from specdiff2.evaluation.metrics import BASELINE
 from specdiff2.evaluation.records import DIVERGENCES_FILE, Record
 
 

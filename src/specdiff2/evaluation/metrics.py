@@ -16,8 +16,6 @@ A quantity without data is None (null), never NaN.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +31,7 @@ from specdiff2.evaluation.bootstrap import (
     ratio_of_ratios_interval,
 )
 from specdiff2.evaluation.curves import position_curves
+from specdiff2.evaluation.json_files import read_json, write_json
 from specdiff2.evaluation.records import DIVERGENCES_FILE, RECORDS_FILE, Record, read_records
 from specdiff2.types import ConfigError, CorruptFileError
 
@@ -206,9 +205,7 @@ def write_summary(folder: Path | str, header: dict[str, Any] | None = None, *, b
     path = folder / RECORDS_FILE
     if not path.exists():
         raise ConfigError(f"{path} does not exist: expected the records of a benchmark; run eval.py first")
-    provenance = folder / "run.json"
-    known: dict[str, Any] = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else {}
-    known = {**known, **(header or {})}
+    known: dict[str, Any] = {**(read_json(folder / "run.json", "a run's file; delete it") or {}), **(header or {})}
     summary: Summary = {key: known.get(key) for key in HEADER_KEYS} | summarize(read_records(path), baseline=baseline)
     _add_margins(summary["rows"], folder / DIVERGENCES_FILE)
     write_json(folder / "summary.json", summary)
@@ -217,12 +214,9 @@ def write_summary(folder: Path | str, header: dict[str, Any] | None = None, *, b
 
 def _add_margins(rows: list[dict[str, Any]], path: Path) -> None:
     """Extend each lossless check by what ``divergence.explain_divergences`` found out about the same outputs."""
-    if not path.exists():
+    found = read_json(path, "a run's file; delete it")
+    if found is None:
         return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON ({error}): expected a run's file; delete it") from error
     for one in found["methods"]:
         for row in rows:
             check = row["lossless_check"]
@@ -230,13 +224,6 @@ def _add_margins(rows: list[dict[str, Any]], path: Path) -> None:
             if check and same and one["diverged"] == check["checked"] - check["identical"]:
                 extra = {key: one.get(key) for key in ("max_margin_ulp", "num_unexplained")}
                 check.update(extra, dtype=found["dtype"])
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Strict JSON, replaced in one step so that a reader never sees half a file."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, allow_nan=False, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _ratio_of_ratios(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float | None:

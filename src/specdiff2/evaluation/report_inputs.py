@@ -7,13 +7,13 @@ Reads ``summary.json``, ``records.jsonl`` (samples only), ``divergences.json``, 
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specdiff2.evaluation.json_files import read_json
 from specdiff2.evaluation.records import DIVERGENCES_FILE, RECORDS_FILE, Record, read_records
 from specdiff2.types import ConfigError, CorruptFileError
 
@@ -60,11 +60,11 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[EvaluationRun], list[Traini
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"run folder {folder} does not exist: expected the folder of a finished run")
-        provenance = _read_json(folder / "run.json") or {}
-        summary = _read_json(folder / "summary.json")
+        provenance = _read_object(folder / "run.json") or {}
+        summary = _read_object(folder / "summary.json")
         metrics = find_metrics(folder)
         if summary is not None:
-            divergences = _read_json(folder / DIVERGENCES_FILE)
+            divergences = _read_object(folder / DIVERGENCES_FILE)
             evaluations.append(EvaluationRun(folder, summary, provenance, divergences, _samples(folder)))
         if metrics is not None:
             curves = read_metrics(metrics)
@@ -161,14 +161,9 @@ def _samples(folder: Path) -> list[Record]:
     return [record for record in read_records(path) if record.pieces and not record.warmup] if path.exists() else []
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON ({error}): expected a run's file; write it again") from error
-    if not isinstance(value, dict):
+def _read_object(path: Path) -> dict[str, Any] | None:
+    value = read_json(path, "a run's file; write it again")
+    if value is not None and not isinstance(value, dict):
         raise CorruptFileError(f"{path} holds {type(value).__name__}: expected an object")
     return value
 

@@ -17,15 +17,14 @@ from typing import Any
 
 import yaml
 
-from specdiff2.evaluation.metrics import write_json
+from specdiff2.evaluation.json_files import read_json, write_json
 from specdiff2.evaluation.report_sweep import sweep_page
-from specdiff2.evaluation.table import interval, lossless_note, method_label, number
+from specdiff2.evaluation.table import MEASURED, lossless_note, measured_cells, method_label
 from specdiff2.types import ConfigError, CorruptFileError
 
 Row = dict[str, Any]
 _LISTS = ("accept_rate", "survival", "num_reached")  # in the JSON, too long for a CSV cell
 _NESTED = ("accuracy", "lossless_check")  # objects, or null: their parts become columns
-_COLUMNS = ("tokens/s", "speed-up", "95% CI", "mean streak", "tau", "draft ms", "verify ms", "other ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,8 @@ def read_jobs(folder: Path) -> list[SweepJob]:
 
 
 def _read_job(folder: Path) -> SweepJob:
-    status = _read_json(folder / "status.json") or {}
-    summary = _read_json(folder / "summary.json")
+    status = _read_object(folder / "status.json") or {}
+    summary = _read_object(folder / "summary.json")
     # without a status file (another launcher) a summary is the sign of a finished job
     state = str(status.get("status") or ("done" if summary is not None else "failed"))
     log = folder / "traceback.txt"
@@ -182,10 +181,10 @@ def merged_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
     if not rows:
         return "no finished job"
     many = len({row["benchmark"] for row in rows}) > 1
-    head = [*swept, *(["benchmark"] if many else []), "method", *_COLUMNS]
+    head = [*swept, *(["benchmark"] if many else []), "method", *MEASURED]
     cells = [head] + [_cells(row, swept, many) for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    num_text = len(head) - len(_COLUMNS)
+    num_text = len(head) - len(MEASURED)
     lines = [
         "  ".join(c.ljust(w) if i < num_text else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         for line in cells
@@ -198,24 +197,12 @@ def _cells(row: Row, swept: Sequence[str], many: bool) -> list[str]:
         *(str(row[key]) if row[key] is not None else "" for key in swept),
         *([row["benchmark"]] if many else []),
         method_label(row["method"]),
-        number(row["tokens_per_s"], 1),
-        number(row["speedup"], 2, "x"),
-        interval(row["speedup_ci"]),
-        number(row["mean_streak"], 2),
-        number(row["tau"], 2),
-        number(row["draft_ms"], 1),
-        number(row["verify_ms"], 1),
-        number(row["other_ms"], 1),
+        *measured_cells(row),
     ]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON ({error}): expected a job's file; run the job again") from error
+def _read_object(path: Path) -> dict[str, Any] | None:
+    value = read_json(path, "a job's file; run the job again")
     return value if isinstance(value, dict) else None
 
 

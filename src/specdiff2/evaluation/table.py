@@ -20,7 +20,8 @@ _LABELS = {
     "block": "Block verification",
     "specinfer": "SpecInfer",
 }
-COLUMNS = ("method", "K", "tokens/s", "speed-up", "95% CI", "mean streak", "tau", "draft ms", "verify ms", "other ms")
+MEASURED = ("tokens/s", "speed-up", "95% CI", "mean streak", "tau", "draft ms", "verify ms", "other ms")
+COLUMNS = ("method", "K", *MEASURED)
 
 
 def method_label(method: str) -> str:
@@ -43,6 +44,13 @@ def row_cells(row: dict[str, Any]) -> list[str]:
     return [
         method_label(row["method"]),
         str(row["num_drafts"]) if row.get("num_drafts") else DASH,
+        *measured_cells(row),
+    ]
+
+
+def measured_cells(row: dict[str, Any]) -> list[str]:
+    """What was measured of one row as text, in the order of ``MEASURED``."""
+    return [
         number(row["tokens_per_s"], 1),
         number(row["speedup"], 2, "x"),
         interval(row["speedup_ci"]),

@@ -143,10 +143,8 @@ class BlockDrafter(nn.Module):
         if batch.num_windows == 0:
             tie = torch.stack([parameter.sum() for parameter in self.parameters()]).sum().float() * 0.0
             return tie + torch.zeros((0, gamma, len(self.draft_vocab_ids)), device=self.device)
-        layout, mask = self._layout(batch)
-        embeddings = self._packed_embeddings(batch, layout)
-        hidden = run_stack(self.stack, embeddings, mask, layout.position_ids, layout.read_index)
-        return self.borrowed.logits(hidden)
+        layout = self._layout(batch)
+        return self._logits_at(batch, layout, layout.read_index)
 
     def forward_with_prefix(
         self, batch: WindowBatch
@@ -168,19 +166,16 @@ class BlockDrafter(nn.Module):
         if batch.num_windows == 0:
             logits = self.forward(batch)
             return logits, logits.flatten(0, 1), batch.targets.flatten()
-        layout, mask = self._layout(batch)
+        layout = self._layout(batch)
         index, row, column = prefix_rows(layout, batch.lengths, batch.completion_start)
-        read = torch.cat([layout.read_index.flatten(), index])
-        embeddings = self._packed_embeddings(batch, layout)
-        hidden = run_stack(self.stack, embeddings, mask, layout.position_ids, read)
-        logits = self.borrowed.logits(hidden)
+        logits = self._logits_at(batch, layout, torch.cat([layout.read_index.flatten(), index]))
         num_window_rows = layout.read_index.numel()
         window_logits = logits[:num_window_rows].unflatten(0, layout.read_index.shape)
         return window_logits, logits[num_window_rows:], batch.input_ids[row, column + 1]
 
-    def _layout(self, batch: WindowBatch) -> tuple[WindowLayout, Tensor]:
-        """Where everything goes in the packed batch, and its additive attention mask."""
-        layout = window_layout(
+    def _layout(self, batch: WindowBatch) -> WindowLayout:
+        """Where everything goes in the packed batch."""
+        return window_layout(
             batch.lengths,
             batch.window_row,
             batch.anchor,
@@ -188,8 +183,12 @@ class BlockDrafter(nn.Module):
             attention=self.config.attention,
             shifted=self.config.shifted,
         )
-        mask = additive_mask(layout.allowed, self._compute_dtype())
-        return layout, mask.expand(-1, -1, layout.position_ids.shape[1], -1)
+
+    def _logits_at(self, batch: WindowBatch, layout: WindowLayout, read_index: Tensor) -> Tensor:
+        """One packed pass; logits of the columns ``read_index``, in its shape, over the draft vocabulary."""
+        mask = additive_mask(layout.allowed, self._compute_dtype()).expand(-1, -1, layout.position_ids.shape[1], -1)
+        embeddings = self._packed_embeddings(batch, layout)
+        return self.borrowed.logits(run_stack(self.stack, embeddings, mask, layout.position_ids, read_index))
 
     def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> BlockDrafterSession:
         """Read the prompt and be ready to draft.

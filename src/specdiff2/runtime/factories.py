@@ -17,6 +17,7 @@ from specdiff2.data.prompt import PromptSource
 from specdiff2.data.prompts import GsmSymbolicPrompts
 from specdiff2.decoding.acceptance import check_combination, make_rule
 from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.samplers import default_draft_temperature
 from specdiff2.decoding.selection import make_selector
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule, Stage
@@ -79,8 +80,7 @@ class SamplerSettings:
 
     def draft_sampling(self) -> SamplingParams:
         """The law drafts are drawn from."""
-        is_single = self.K == 1 and not make_rule(self.rule).reads_draft_probs
-        default = 0.0 if is_single else 1.0
+        default = default_draft_temperature(make_rule(self.rule), self.K)
         return SamplingParams(default if self.temperature is None else self.temperature, self.top_k, self.top_p)
 
     def make(self, verifier: Verifier, drafter: Drafter) -> SpeculativeDecoder:

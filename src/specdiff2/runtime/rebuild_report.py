@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdiff2.evaluation.metrics import write_json, write_summary
+from specdiff2.evaluation.json_files import write_json
+from specdiff2.evaluation.metrics import write_summary
 from specdiff2.evaluation.records import RECORDS_FILE
 from specdiff2.evaluation.report import write_report
 from specdiff2.types import ConfigError, CorruptFileError, SpecDiffError
