@@ -8,6 +8,7 @@ throughout the package:
     vocab    the verifier's real vocabulary        draft_vocab  ids the drafter can propose
     node     nodes of a token tree, node 0 = root  K        drafts (chains) of one round
     hidden   hidden size of a model                head, head_dim  attention heads and their size
+    parent   nodes whose children are asked for at once
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class Acceptance:
 class RoundRecord:
     """One propose-score-accept round. Seconds are wall-clock.
 
+    ``num_drafted`` is the depth of the tree: the window that the round really used.
     ``num_accepted`` is the streak, without the bonus token, cut at the end of the output (EOS, stop,
     length); a cut round also has ``num_drafted == num_accepted``, since no later position was reached.
     """
@@ -188,8 +190,11 @@ class ObjectiveOutput:
             normalised by the total number of windows.
         num_windows: windows with at least one trainable position (the normaliser).
         streak: expected streak of each window under the drafter (float32, detached).
+        parts: unweighted loss sums of the parts that ``loss_sum`` is made of, by name, detached; empty for one
+            objective alone.
     """
 
     loss_sum: Float[Tensor, ""]
     num_windows: Int[Tensor, ""]
     streak: Float[Tensor, " window"]
+    parts: dict[str, Tensor] = field(default_factory=dict)

@@ -37,6 +37,38 @@ def token_log_probs(
     return log_probs.masked_fill(targets < 0, LOG_ZERO).clamp(min=LOG_ZERO)
 
 
+def log_inner_product(
+    logits: Float[Tensor, "window gamma draft_vocab"], verifier_probs: Float[Tensor, "window gamma draft_vocab"]
+) -> Float[Tensor, "window gamma"]:
+    """``log sum_v q_v p_v``, ``q = softmax(logits)``: how likely a draft equals the verifier's own draw.
+
+    In float32 or wider, at least about ``LOG_ZERO``, gradient finite. ``p`` need not sum to 1: mass outside the
+    draft vocabulary can never be accepted.
+    """
+    log_draft, log_verifier = _log_laws(logits, verifier_probs)
+    return torch.logsumexp(log_draft + log_verifier, dim=-1)
+
+
+def log_overlap(
+    logits: Float[Tensor, "window gamma draft_vocab"], verifier_probs: Float[Tensor, "window gamma draft_vocab"]
+) -> Float[Tensor, "window gamma"]:
+    """``log sum_v min(q_v, p_v)``, ``q = softmax(logits)``: how likely a token drawn from q is accepted by the ratio
+    rules, one minus the total variation between the two laws.
+
+    Computed in log space, where a draft that underflows next to the verifier's tokens still has a useful gradient.
+    Ranges and missing mass as ``log_inner_product``.
+
+    Source: Leviathan et al. (arXiv 2211.17192), Definition 3.2 and Theorem 3.5.
+    """
+    log_draft, log_verifier = _log_laws(logits, verifier_probs)
+    return torch.logsumexp(torch.minimum(log_draft, log_verifier), dim=-1)
+
+
+def _log_laws(logits: Tensor, verifier_probs: Tensor) -> tuple[Tensor, Tensor]:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.log_softmax(wide, dim=-1), verifier_probs.to(wide.dtype).log().clamp(min=LOG_ZERO)
+
+
 def leading_valid(valid: Bool[Tensor, "window gamma"]) -> Bool[Tensor, "window gamma"]:
     """True up to, and not including, the first invalid position of each window."""
     return valid.cumprod(-1).bool()
@@ -60,6 +92,14 @@ def expected_streak(
 ) -> Float[Tensor, " window"]:
     """``sum_j prod_{k<=j} q_k`` over the valid prefix of each window, in [0, gamma]. Differentiable."""
     return survival(log_probs, valid).sum(-1)
+
+
+def reach(
+    log_probs: Float[Tensor, "window gamma"], valid: Bool[Tensor, "window gamma"]
+) -> Float[Tensor, "window gamma"]:
+    """``R_i = prod_{k<i} q_k``: how likely decoding gets as far as position i; 1 for the first. Differentiable."""
+    survived = survival(log_probs, valid)
+    return torch.cat([torch.ones_like(survived[:, :1]), survived[:, :-1]], dim=-1)
 
 
 def credit_weights(

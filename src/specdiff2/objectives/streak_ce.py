@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specdiff2.functional.streak import survival
+from specdiff2.functional.streak import reach
 from specdiff2.objectives.block_credit import BlockCredit
 
 
@@ -22,6 +21,4 @@ class StreakCE(BlockCredit):
     def credit(
         self, log_probs: Float[Tensor, "window gamma"], valid: Bool[Tensor, "window gamma"]
     ) -> Float[Tensor, "window gamma"]:
-        survived = survival(log_probs, valid)
-        reached = torch.cat([torch.ones_like(survived[:, :1]), survived[:, :-1]], dim=-1)
-        return reached / log_probs.shape[-1]
+        return reach(log_probs, valid) / log_probs.shape[-1]

@@ -16,6 +16,7 @@ from specdiff2.types import MismatchError
 
 # of the drafter's config: the same tensors mean something else where one of them differs
 CONFIG_KEYS = ("shifted", "attention", "denoising_steps", "layer_indices", "mask_token_id", "verifier_fingerprint",
+               "conditioning", "feature_layers", "markov_rank",
                "tokenizer_fingerprint")  # fmt: skip
 
 

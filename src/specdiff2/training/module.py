@@ -1,8 +1,9 @@
 """DistillationModule: wires drafter, frozen verifier, objective schedule and optimizer into Lightning.
 
 No mathematics here: losses come from ``objectives``, windows from the data module, metrics on held-out windows
-from the callbacks. Two things need care and have their own files: what a checkpoint holds
-(``training.checkpointing``) and how losses are normalised (``training.window_mean``).
+from the callbacks. Three things need care and have their own files: what a checkpoint holds
+(``training.checkpointing``), how losses are normalised (``training.window_mean``) and how the memory of head and loss
+stays flat (``training.chunked``).
 
 The verifier stays outside module registration: it is in no state_dict and no optimizer, and always in eval mode.
 """
@@ -18,12 +19,12 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
-from specdiff2.objectives.schedule import ObjectiveSchedule
-from specdiff2.protocols import Objective
+from specdiff2.objectives import ObjectiveSchedule, part_names
+from specdiff2.protocols import Objective, StatesDrafter
 from specdiff2.training.checkpointing import TrainableOnlyState, signature_of, verify_signature
+from specdiff2.training.chunked import VerifierProbs, chunked_cross_entropy, chunked_objective, cross_entropy_sum
 from specdiff2.training.optim import OptimizerFactory, SchedulerFactory, parameter_groups
 from specdiff2.training.window_mean import WindowTotals, divide_gradients
 from specdiff2.types import ConfigError, ObjectiveOutput, SamplingParams, SpecDiffError, WindowBatch
@@ -44,7 +45,8 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
 
     Args:
         drafter: an ``nn.Module`` with the methods of ``protocols.TrainableDrafter``.
-        verifier: needed by ``streak_expected`` and online rollouts; None otherwise saves its memory.
+        verifier: needed by objectives with verifier probabilities (``streak_expected``, ``tv``, ``lk``) and online
+            rollouts; None otherwise saves its memory.
         schedule: which objective trains at which optimizer step.
         optimizer: called with parameter groups, e.g. ``partial(torch.optim.AdamW, lr=1e-3)``.
         scheduler: called with the optimizer, e.g. ``partial(warmup_cosine, num_steps=2000)``; stepped with it.
@@ -54,10 +56,12 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         refresh_every_n_steps: n above.
         prefix_loss_weight: adds this times the next-token cross-entropy of every sampled token of the prefix. A
             shifted drafter computes those rows anyway, and each is one more example of a window's first position.
+        loss_chunk_windows: windows whose logits exist at once (``training.chunked``), for drafters that offer their
+            states; fewer need less memory, many are a little faster.
 
     Raises:
-        ConfigError: the schedule needs verifier probabilities and there is no verifier, a bad refresh interval, or a
-            negative prefix loss weight.
+        ConfigError: the schedule needs verifier probabilities and there is no verifier, a bad refresh interval, a
+            negative prefix loss weight, or a bad chunk size.
     """
 
     def __init__(
@@ -72,20 +76,24 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         refresh_rollouts: Callable[[int], None] | None = None,
         refresh_every_n_steps: int = 0,
         prefix_loss_weight: float = 0.0,
+        loss_chunk_windows: int = 64,
     ) -> None:
         super().__init__()
         if not prefix_loss_weight >= 0.0:
             raise ConfigError(f"prefix_loss_weight={prefix_loss_weight!r}: expected >= 0; 0 leaves the prefix loss out")
         if schedule.needs_verifier_probs and verifier is None:
-            raise ConfigError("objective streak_expected: verifier=None: expected one, to read its probabilities")
+            raise ConfigError(f"{_names_of(schedule)}: verifier=None: expected one, to read its probabilities")
         if refresh_rollouts is not None and refresh_every_n_steps < 1:
             raise ConfigError(f"refresh_every_n_steps={refresh_every_n_steps!r}: expected >= 1 for online rollouts")
+        if isinstance(loss_chunk_windows, bool) or loss_chunk_windows < 1:
+            raise ConfigError(f"loss_chunk_windows={loss_chunk_windows!r}: expected an integer >= 1")
         self.drafter: Any = drafter
         object.__setattr__(self, "_verifier", verifier)  # never registered: see the module docstring
         self.schedule = schedule
         self.totals = WindowTotals()
         self.num_windows_seen = 0
         self.prefix_loss_weight = prefix_loss_weight
+        self.loss_chunk_windows = loss_chunk_windows
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._verifier_sampling = verifier_sampling or SamplingParams()
         self._refresh_rollouts, self._refresh_every_n_steps = refresh_rollouts, refresh_every_n_steps
@@ -145,18 +153,43 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         if objective.masking == "full":
             batch = dataclasses.replace(batch, revealed=torch.zeros_like(batch.revealed))
         use_prefix = self.prefix_loss_weight > 0.0 and self.training
-        logits, *prefix = self.drafter.forward_with_prefix(batch) if use_prefix else (self.drafter(batch),)
-        verifier_probs = self._verifier_probs(batch) if objective.needs_verifier_probs else None
-        targets = self.drafter.to_draft_vocab(batch.targets)
+        probs = self._verifier_probs if objective.needs_verifier_probs else None
+        compute = self._loss_in_chunks if isinstance(self.drafter, StatesDrafter) else self._loss_at_once
+        output, prefix_loss = compute(batch, objective, probs, use_prefix)
+        if prefix_loss is None:
+            return output
+        return dataclasses.replace(
+            output,
+            loss_sum=output.loss_sum + self.prefix_loss_weight * prefix_loss,
+            parts=(output.parts or {objective.name: output.loss_sum.detach()}) | {"prefix": prefix_loss.detach()},
+        )
+
+    def _loss_in_chunks(
+        self, batch: WindowBatch, objective: Objective, probs: VerifierProbs | None, use_prefix: bool
+    ) -> tuple[ObjectiveOutput, Tensor | None]:
+        """Objective and prefix cross-entropy (or None) of a drafter that offers its states."""
+        drafter, prefix_loss = self.drafter, None
+        if use_prefix:
+            states, prefix_states, next_tokens = drafter.window_and_prefix_states(batch)
+            chunk_tokens = self.loss_chunk_windows * batch.targets.shape[1]
+            prefix_loss = chunked_cross_entropy(drafter, prefix_states, next_tokens, chunk_tokens)
+        else:
+            states = drafter.window_states(batch)
+        return chunked_objective(drafter, batch, states, objective, probs, self.loss_chunk_windows), prefix_loss
+
+    def _loss_at_once(
+        self, batch: WindowBatch, objective: Objective, probs: VerifierProbs | None, use_prefix: bool
+    ) -> tuple[ObjectiveOutput, Tensor | None]:
+        """The same for any other drafter: all logits in one piece."""
+        drafter = self.drafter
+        logits, *prefix = drafter.forward_with_prefix(batch) if use_prefix else (drafter(batch),)
+        targets = drafter.to_draft_vocab(batch.targets)
+        verifier_probs = None if probs is None else probs(batch)
         output = objective(logits, targets, batch.valid & ~batch.revealed, verifier_probs)
         if not use_prefix:
-            return output
+            return output, None
         prefix_logits, next_tokens = prefix
-        # a sum over tokens, as loss_sum is one over windows: exact under accumulation and over ranks
-        prefix_loss = functional.cross_entropy(
-            prefix_logits, self.drafter.to_draft_vocab(next_tokens), ignore_index=-1, reduction="sum"
-        )
-        return dataclasses.replace(output, loss_sum=output.loss_sum + self.prefix_loss_weight * prefix_loss)
+        return output, cross_entropy_sum(prefix_logits, drafter.to_draft_vocab(next_tokens))
 
     @torch.no_grad()
     def _verifier_probs(self, batch: WindowBatch) -> Tensor:
@@ -175,7 +208,8 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after backward and before clipping: turn the sum over windows into the mean over all of them."""
         elapsed_s = time.perf_counter() - self._group_started_s
-        totals = self.totals.take(self.trainer.strategy, self.device)
+        objective = self.schedule.stage_at(self.global_step).objective
+        totals = self.totals.take(self.trainer.strategy, self.device, self._part_names(objective))
         if not math.isfinite(totals.loss_sum):  # before the step: parameters and earlier checkpoints stay usable
             raise SpecDiffError(
                 f"train/loss={totals.loss_sum} at step {self.global_step}: expected a finite number; training "
@@ -184,12 +218,17 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         divide_gradients(optimizer, totals.num_windows)
         self.num_windows_seen += totals.num_windows
         metrics = totals.metrics()
-        if self.schedule.stage_at(self.global_step).objective.masking != "full":
+        if objective.masking != "full":
             metrics.pop("train/streak", None)
         metrics["train/stage"] = float(self.schedule.index_at(self.global_step))
         metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         metrics["train/windows_per_s"] = totals.num_windows / elapsed_s
         self.log_dict(metrics)
+
+    def _part_names(self, objective: Objective) -> tuple[str, ...]:
+        """What ``objective_output`` reports apart: the parts of a sum, and the prefix loss beside its objective."""
+        names = part_names(objective)
+        return ((*(names or (objective.name,)), "prefix")) if self.prefix_loss_weight > 0.0 else names
 
     def on_train_epoch_end(self) -> None:
         if self.num_windows_seen == 0:
@@ -211,3 +250,8 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         verify_signature(self.drafter, checkpoint.get("specdiff2", {}))
         self.num_windows_seen = checkpoint["specdiff2"]["num_windows_seen"]
         self._refreshed_at = checkpoint["specdiff2"]["refreshed_at"]
+
+
+def _names_of(schedule: ObjectiveSchedule) -> str:
+    """The objectives that need verifier probabilities, for a message."""
+    return ", ".join(f"objective {s.objective.name}" for s in schedule.stages if s.objective.needs_verifier_probs)

@@ -7,7 +7,8 @@ the gradient is divided once, before clipping, by the number of windows of the w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -26,12 +27,15 @@ class StepTotals:
     streak_sum: float
     num_streaks: int
     num_empty_batches: int
+    part_sums: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Means per window; a mean over nothing is left out, never NaN."""
         metrics = {"train/num_windows": float(self.num_windows), "train/empty_batches": float(self.num_empty_batches)}
         if self.num_windows:
             metrics["train/loss"] = self.loss_sum / self.num_windows
+            for name, part_sum in self.part_sums.items():
+                metrics[f"train/loss_{name}"] = part_sum / self.num_windows
         if self.num_streaks:
             metrics["train/streak"] = self.streak_sum / self.num_streaks
         return metrics
@@ -42,6 +46,7 @@ class WindowTotals:
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
+        self._parts: list[dict[str, Tensor]] = []
 
     @property
     def is_empty_group(self) -> bool:
@@ -51,6 +56,7 @@ class WindowTotals:
     def add(self, output: ObjectiveOutput) -> None:
         # kept as tensors: one transfer to the host per optimizer step, not one per micro-batch
         streak = output.streak
+        self._parts.append({name: part_sum.detach().double() for name, part_sum in output.parts.items()})
         self._rows.append(
             torch.stack(
                 [
@@ -67,13 +73,20 @@ class WindowTotals:
         """A micro-batch without windows."""
         self._rows.append(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64))
 
-    def take(self, strategy: Strategy, device: torch.device) -> StepTotals:
-        """Totals over all ranks (every rank must call this); starts the next group."""
-        local = torch.stack([row.to(device) for row in self._rows]).sum(0)
-        self._rows = []
+    def take(self, strategy: Strategy, device: torch.device, part_names: Sequence[str] = ()) -> StepTotals:
+        """Totals over all ranks (every rank must call this, with the same names); starts the next group.
+
+        ``part_names`` come from the objective and not from what was added: a rank with empty batches only has seen
+        none of them, and still has to send as many numbers as the others.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        parts = [sum((p[name].to(device) for p in self._parts if name in p), zero) for name in part_names]
+        local = torch.cat([torch.stack([row.to(device) for row in self._rows]).sum(0), *(p[None] for p in parts)])
+        self._rows, self._parts = [], []
         reduced = strategy.reduce(local, reduce_op="sum")
-        loss, windows, streak, streaks, empty = reduced.tolist()
-        return StepTotals(loss, round(windows), streak, round(streaks), round(empty))
+        loss, windows, streak, streaks, empty, *sums = reduced.tolist()
+        part_sums = dict(zip(part_names, sums, strict=True))
+        return StepTotals(loss, round(windows), streak, round(streaks), round(empty), part_sums)
 
 
 def divide_gradients(optimizer: Optimizer, num_windows: int) -> None:

@@ -7,6 +7,9 @@ Two views of the same fully masked windows, under the teacher's tokens x:
 
 ``accept_rate@j`` is conditional (denominator: rounds that reached j), ``survival@j`` is not. Held-out windows are
 windows of stored rollouts, not real decoding: ``DecodingProbe`` measures that.
+
+Where the drafter offers its states, the logits of ``pl_module.loss_chunk_windows`` windows exist at once, as in
+training; any other drafter gives those of a batch in one piece.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from specdiff2.functional.previous_tokens import previous_tokens
 from specdiff2.functional.streak import AcceptanceCurves, acceptance_sums, curves_from_sums, token_log_probs
+from specdiff2.protocols import StatesDrafter
 from specdiff2.training.callbacks.metric_log import StepTrigger, log_now
+from specdiff2.training.chunked import even_chunks, select_windows
 from specdiff2.types import ConfigError, WindowBatch
 
 
@@ -93,7 +99,7 @@ class StreakMonitor(pl.Callback):
         drafter.eval()
         with trainer.precision_plugin.val_step_context():
             for batch in self._cached:
-                sums += self._batch_sums(drafter, batch.to(pl_module.device))
+                sums += batch_sums(drafter, batch.to(pl_module.device), pl_module.loss_chunk_windows)
         drafter.train(was_training)
         expected, greedy = trainer.strategy.reduce(sums, reduce_op="sum")
         curves = curves_from_sums(expected)
@@ -102,14 +108,27 @@ class StreakMonitor(pl.Callback):
         counts: dict[str, float | None] = {"val/num_windows": float(curves.num_windows)}
         return counts | _named(curves, "") | _named(curves_from_sums(greedy), "_greedy")
 
-    @staticmethod
-    def _batch_sums(drafter: Any, batch: WindowBatch) -> Tensor:
-        batch = dataclasses.replace(batch, revealed=torch.zeros_like(batch.revealed))
-        logits = drafter(batch)
-        targets = drafter.to_draft_vocab(batch.targets).masked_fill(~batch.valid, -1)
-        expected = token_log_probs(logits, targets).exp()
-        greedy = logits.argmax(-1) == targets
-        return torch.stack([acceptance_sums(expected, batch.valid), acceptance_sums(greedy, batch.valid)])
+
+def batch_sums(drafter: Any, batch: WindowBatch, chunk_windows: int) -> Tensor:
+    """Acceptance sums (``functional.streak.acceptance_sums``) of a batch: expected ones, then greedy ones."""
+    batch = dataclasses.replace(batch, revealed=torch.zeros_like(batch.revealed))
+    if not isinstance(drafter, StatesDrafter):
+        return _sums(drafter, batch, drafter(batch))
+    states, previous = drafter.window_states(batch), previous_tokens(batch)
+    chunks = even_chunks(batch.num_windows, chunk_windows)
+    return torch.stack(
+        [
+            _sums(drafter, select_windows(batch, chunk), drafter.states_logits(states[chunk], previous[chunk]))
+            for chunk in chunks
+        ]
+    ).sum(0)
+
+
+def _sums(drafter: Any, batch: WindowBatch, logits: Tensor) -> Tensor:
+    targets = drafter.to_draft_vocab(batch.targets).masked_fill(~batch.valid, -1)
+    expected = token_log_probs(logits, targets).exp()
+    greedy = logits.argmax(-1) == targets
+    return torch.stack([acceptance_sums(expected, batch.valid), acceptance_sums(greedy, batch.valid)])
 
 
 def _named(curves: AcceptanceCurves, suffix: str) -> dict[str, float | None]:
