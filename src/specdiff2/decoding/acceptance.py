@@ -8,6 +8,7 @@ from specdiff2.decoding.rules.block import BlockRule
 from specdiff2.decoding.rules.greedy import GreedyRule
 from specdiff2.decoding.rules.leviathan import LeviathanRule
 from specdiff2.decoding.rules.specinfer import SpecInferRule
+from specdiff2.decoding.rules.traversal import TraversalRule
 from specdiff2.decoding.rules.tree_match import TreeMatchRule
 from specdiff2.protocols import AcceptanceRule, Selector
 from specdiff2.types import ConfigError, NotLosslessError
@@ -18,6 +19,7 @@ __all__ = [
     "GreedyRule",
     "LeviathanRule",
     "SpecInferRule",
+    "TraversalRule",
     "TreeMatchRule",
     "check_combination",
     "make_rule",
@@ -29,6 +31,7 @@ RULES: dict[str, Callable[[], AcceptanceRule]] = {
     "leviathan": LeviathanRule,
     "block": BlockRule,
     "specinfer": SpecInferRule,
+    "traversal": TraversalRule,
 }
 
 
@@ -71,5 +74,5 @@ def check_combination(rule: AcceptanceRule, selector: Selector | None, num_draft
         remedy = "selection self_selection, " if not rule.reads_draft_probs else ""
         raise ConfigError(
             f"rule {rule.name!r} with K={num_drafts}: it verifies one draft, expected K=1; "
-            f"use {remedy}K=1, or a rule that reads the whole tree (tree_match, specinfer)"
+            f"use {remedy}K=1, or a rule that reads the whole tree (tree_match, specinfer, traversal)"
         )

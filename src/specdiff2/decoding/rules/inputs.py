@@ -18,7 +18,8 @@ def only_chain(tree: TokenTree, rule: str) -> list[int]:
     if tree.num_chains > 1:
         raise ConfigError(
             f"rule {rule!r} got {tree.num_chains} chains, expected 1; draft one (K=1), choose one by "
-            "self_selection (rule greedy only), or use a rule that reads the whole tree (tree_match, specinfer)"
+            "self_selection (rule greedy only), or use a rule that reads the whole tree "
+            "(tree_match, specinfer, traversal)"
         )
     return tree.chain_nodes[0] if tree.chain_nodes else []
 
