@@ -5,8 +5,8 @@ Only signatures; every implementation can be replaced by a small table in the te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -89,6 +89,43 @@ class DrafterSession(Protocol):
         ...
 
 
+class DraftLaw(Protocol):
+    """The drafter's untempered law of one window, from one denoising pass: what token trees are grown from."""
+
+    @property
+    def ids(self) -> Int[Tensor, " draft_vocab"]:
+        """Verifier ids of the draft vocabulary."""
+        ...
+
+    @property
+    def gamma(self) -> int:
+        """Drafted positions."""
+        ...
+
+    @property
+    def factorised(self) -> bool:
+        """True when ``log_probs`` does not depend on ``previous``."""
+        ...
+
+    def log_probs(self, depth: int, previous: Int[Tensor, " parent"]) -> Float[Tensor, "parent draft_vocab"]:
+        """float32 log-probabilities of drafted position ``depth`` (from 0), one row for each verifier id in
+        ``previous``, the token right before that position (the last committed token for depth 0)."""
+        ...
+
+    def position_log_probs(self) -> Float[Tensor, "gamma draft_vocab"]:
+        """Every position at once; factorised laws only."""
+        ...
+
+
+@runtime_checkable
+class LawSession(DrafterSession, Protocol):
+    """A drafter session that can also state its law, which a grown tree needs."""
+
+    def law(self, gamma: int) -> DraftLaw:
+        """The law of the ``gamma`` positions after the committed tokens, in one denoising pass."""
+        ...
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """The draft model Q. ``forward`` serves training, ``start`` decoding."""
@@ -96,6 +133,19 @@ class Drafter(Protocol):
     gamma: int
 
     def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> DrafterSession: ...
+
+
+class ConditionedDrafter(Protocol):
+    """A drafter that reads what the verifier knows about the committed tokens."""
+
+    gamma: int
+    needs_verifier_session: bool
+
+    def start(
+        self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int, verifier_session: VerifierSession
+    ) -> DrafterSession:
+        """``verifier_session`` is that of the same prompt; it must belong to the verifier the drafter was made for."""
+        ...
 
 
 class AcceptanceRule(Protocol):
@@ -164,7 +214,10 @@ class Objective(Protocol):
 
 
 class TrainableDrafter(Protocol):
-    """What the training module needs of a drafter besides being an ``nn.Module``."""
+    """What the training module needs of a drafter besides being an ``nn.Module``.
+
+    Drafters that also offer their states (``StatesDrafter``) are trained and monitored in chunks of windows.
+    """
 
     gamma: int
     draft_vocab_ids: Int[Tensor, " draft_vocab"]
@@ -174,3 +227,28 @@ class TrainableDrafter(Protocol):
     def to_draft_vocab(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Verifier ids -> draft-vocabulary indices, -1 where not draftable."""
         ...
+
+
+@runtime_checkable
+class StatesDrafter(TrainableDrafter, Protocol):
+    """A drafter whose body and head can be run apart; ``forward`` is the one after the other."""
+
+    def window_states(self, batch: WindowBatch) -> Float[Tensor, "window gamma hidden"]: ...
+
+    def states_logits(
+        self, states: Float[Tensor, "window gamma hidden"], previous: Int[Tensor, "window gamma"]
+    ) -> Float[Tensor, "window gamma draft_vocab"]:
+        """float32 logits; ``previous[:, j]``: the verifier id before drafted position j on the teacher's path."""
+        ...
+
+    def window_and_prefix_states(
+        self, batch: WindowBatch
+    ) -> tuple[Float[Tensor, "window gamma hidden"], Float[Tensor, "token hidden"], Int[Tensor, " token"]]:
+        """Window states, states of sampled prefix tokens, and the ids that follow those."""
+        ...
+
+    def token_logits(self, states: Float[Tensor, "token hidden"]) -> Float[Tensor, "token draft_vocab"]:
+        """float32 logits of the token after each prefix state."""
+        ...
+
+    def parameters(self) -> Iterator[Any]: ...

@@ -1,8 +1,8 @@
 """Token trees: several drafts of one round, merged where they share a prefix.
 
-Structure only: which tokens, whose child, which chain runs through which nodes. It knows no model and
-no probabilities. Kept as Python lists and small CPU tensors: a tree has tens of nodes and is walked on
-the host.
+Trees grown node by node from the drafter's law have the same form. Structure only: which tokens, whose child,
+which chain runs through which nodes. It knows no model and no probabilities. Kept as Python lists and small CPU
+tensors: a tree has tens of nodes and is walked on the host.
 """
 
 from __future__ import annotations
@@ -52,6 +52,28 @@ class TokenTree:
         return cls(tokens, parents, chain_nodes)
 
     @classmethod
+    def best_first(cls, root: int, tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
+        """A grown tree, drafted nodes in best-first order (``functional.tree_search``).
+
+        Its one chain goes from the root to the first-listed, most probable child while there is one: the argmax
+        chain of the law. A prefix of a best-first order is a tree as well.
+
+        Args:
+            tokens, parents: one entry per drafted node, without the root; parents count the root as node 0.
+
+        Raises:
+            ValueError: a parent that does not come before its child.
+        """
+        for node, parent in enumerate(parents, start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}: expected a node before it, 0 .. {node - 1}")
+        chain = [0]
+        for node, parent in enumerate(parents, start=1):
+            if parent == chain[-1]:
+                chain.append(node)
+        return cls([root, *tokens], [-1, *parents], [chain[1:]] if tokens else [])
+
+    @classmethod
     def root_only(cls, root: int) -> TokenTree:
         """A tree without drafts: one autoregressive step."""
         return cls([root], [-1], [])
@@ -70,6 +92,11 @@ class TokenTree:
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
         return depths
+
+    @property
+    def depth(self) -> int:
+        """Distance of the deepest node from the root: the window length."""
+        return max(self.depths())
 
     def children(self) -> list[dict[int, int]]:
         """For each node: token id -> child node."""

@@ -8,9 +8,9 @@ which is autoregressive decoding. It knows no particular verifier, drafter or ru
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Float
@@ -21,10 +21,13 @@ from specdiff2.decoding.probs import ProbsBuffer
 from specdiff2.decoding.prompting import Prompt, prompt_ids
 from specdiff2.decoding.stopping import Completion, OnTokens
 from specdiff2.decoding.timing import Stopwatch
+from specdiff2.decoding.tree_growth import Grower, TreeGrowth, check_growth, draft_law
 from specdiff2.protocols import (
     AcceptanceRule,
+    ConditionedDrafter,
     Drafter,
     DrafterSession,
+    DraftLaw,
     RandomSource,
     Selector,
     Verifier,
@@ -40,7 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Who drafts, how much, and which rule decides about it."""
+    """Who drafts, how much, and which rule decides about it.
+
+    ``growth`` None: ``num_drafts`` chains are drawn; else a tree is grown from the drafter's untempered law, and
+    ``num_drafts`` and ``sampling`` have no part in it.
+    """
 
     drafter: Drafter
     rule: AcceptanceRule
@@ -48,6 +55,7 @@ class Drafting:
     gamma: int
     num_drafts: int
     sampling: SamplingParams
+    growth: TreeGrowth | None = None
 
 
 def decode(
@@ -64,9 +72,9 @@ def decode(
 ) -> Generation:
     """Continue ``prompt`` until EOS, a stop id or string, or ``max_new_tokens``; the text follows the verifier's law.
 
-    ``draft_s`` is the time in the drafter's ``propose``, ``verify_s`` in the verifier's ``score``, ``other_s``
-    everything else of the round. A window is shortened only to what ``max_new_tokens`` leaves room for, which
-    is known before its tokens are drawn; with room for one token no draft is made.
+    ``draft_s`` is the time in the drafter's ``propose`` or ``law``, ``verify_s`` in the verifier's ``score``,
+    ``other_s`` everything else of the round. A window is shortened only to what ``max_new_tokens`` leaves room for
+    and to what a grown tree holds, both known before the verifier looks; with room for one token no draft is made.
 
     Raises:
         ConfigError: a stop id outside the vocabulary; see ``Completion`` and ``Verifier.start``.
@@ -86,11 +94,22 @@ def decode(
     with torch.no_grad():  # not inference_mode: a drafter in training may keep a tensor it makes in here
         watch = Stopwatch(getattr(verifier, "device", None))
         session = verifier.start(prompt, max_new_tokens)
-        drafter = drafting.drafter.start(prompt, drafting.sampling, max_new_tokens) if drafting else None
+        drafter = _start(drafting, prompt, max_new_tokens, session) if drafting else None
+        grow = drafting.growth.start(prompt) if drafting and drafting.growth else None
         prefill_s = watch.lap()
-        rounds = _decode_rounds(prompt[-1], session, drafting, drafter, completion, ProbsBuffer(sampling), rng, watch)
+        rounds = _decode_rounds(
+            prompt[-1], session, drafting, drafter, grow, completion, ProbsBuffer(sampling), rng, watch
+        )
     decode_s = sum(record.draft_s + record.verify_s + record.other_s for record in rounds)
     return Generation(completion.tokens, rounds, completion.reason(), completion.text(), prefill_s, decode_s)
+
+
+def _start(drafting: Drafting, prompt: Sequence[int], max_new_tokens: int, session: VerifierSession) -> DrafterSession:
+    """The drafter's session; a conditioned drafter reads the verifier's."""
+    if getattr(drafting.drafter, "needs_verifier_session", False):
+        conditioned = cast(ConditionedDrafter, drafting.drafter)
+        return conditioned.start(prompt, drafting.sampling, max_new_tokens, verifier_session=session)
+    return drafting.drafter.start(prompt, drafting.sampling, max_new_tokens)
 
 
 def _decode_rounds(
@@ -98,6 +117,7 @@ def _decode_rounds(
     session: VerifierSession,
     drafting: Drafting | None,
     drafter: DrafterSession | None,
+    grow: Grower | None,
     completion: Completion,
     to_probs: ProbsBuffer,
     rng: RandomSource,
@@ -106,19 +126,19 @@ def _decode_rounds(
     """Propose, build tree, score, accept, commit, until the completion ends. ``root``: the last committed token."""
     rounds = []
     while completion.stop_reason is None:
-        draft = _propose(drafting, drafter, completion.num_left - 1, rng)
+        proposal = _propose(drafting, drafter, completion.num_left - 1, rng)
         draft_s = watch.lap()
-        tree = TokenTree.root_only(root) if draft is None else TokenTree.from_chains(root, draft.tokens)
+        tree = _tree(grow, proposal, root)
         tree_s = watch.lap()
         logits = session.score(tree)
         verify_s = watch.lap()
-        accepted = _accept(drafting, draft, tree, to_probs(logits), rng)
+        accepted = _accept(drafting, proposal, tree, to_probs(logits), rng)
         new_tokens = [tree.tokens[node] for node in accepted.path] + [accepted.next_token]
         num_kept = completion.push(new_tokens)
         if completion.stop_reason is None:
-            _commit(session, drafter, accepted, new_tokens)
+            _commit(session, drafter, grow, accepted, new_tokens)
         root = accepted.next_token
-        record = _record(draft, tree, accepted, num_kept)
+        record = _record(tree, accepted, num_kept)
         record.draft_s, record.verify_s, record.other_s = draft_s, verify_s, tree_s + watch.lap()
         rounds.append(record)
     return rounds
@@ -126,31 +146,44 @@ def _decode_rounds(
 
 def _propose(
     drafting: Drafting | None, drafter: DrafterSession | None, num_fitting: int, rng: RandomSource
-) -> Draft | None:
-    """Drafts for at most ``num_fitting`` positions (one token of the room is the verifier's own)."""
+) -> Draft | DraftLaw | None:
+    """Drafts, or the law to grow a tree from, for at most ``num_fitting`` positions (one token of the room is the
+    verifier's own)."""
     if drafting is None or drafter is None or num_fitting < 1:
         return None
     gamma = min(drafting.gamma, num_fitting)
+    if drafting.growth is not None:
+        return draft_law(drafting.drafter, drafter, gamma)
     return drafter.propose(gamma, drafting.num_drafts, rng, needs_probs=drafting.rule.reads_draft_probs)
+
+
+def _tree(grow: Grower | None, proposal: Draft | DraftLaw | None, root: int) -> TokenTree:
+    """The tree to score, fixed before the verifier looks."""
+    if isinstance(proposal, Draft):
+        return TokenTree.from_chains(root, proposal.tokens)
+    if proposal is None or grow is None:
+        return TokenTree.root_only(root)
+    return grow(proposal, root)
 
 
 def _accept(
     drafting: Drafting | None,
-    draft: Draft | None,
+    proposal: Draft | DraftLaw | None,
     tree: TokenTree,
     verifier_probs: Float[Tensor, "node vocab"],
     rng: RandomSource,
 ) -> Acceptance:
     """Let the rule walk the tree, cut down to the selected chain where there is a selector."""
-    if drafting is None or draft is None:
+    if drafting is None or proposal is None:
         return Acceptance([], rng.categorical(verifier_probs[0]))
     if drafting.selector is not None:
         tree = tree.select(drafting.selector(tree, verifier_probs))
-    return drafting.rule(tree, verifier_probs, draft.draft_probs, rng)
+    draft_probs = proposal.draft_probs if isinstance(proposal, Draft) else None
+    return drafting.rule(tree, verifier_probs, draft_probs, rng)
 
 
-def _record(draft: Draft | None, tree: TokenTree, accepted: Acceptance, num_kept: int) -> RoundRecord:
-    num_drafted = 0 if draft is None else int(draft.tokens.shape[1])
+def _record(tree: TokenTree, accepted: Acceptance, num_kept: int) -> RoundRecord:
+    num_drafted = tree.depth
     num_accepted = len(accepted.path)
     if num_kept <= num_accepted:  # the output ended inside the draft: no later position was reached
         num_drafted = num_accepted = num_kept
@@ -158,12 +191,18 @@ def _record(draft: Draft | None, tree: TokenTree, accepted: Acceptance, num_kept
 
 
 def _commit(
-    session: VerifierSession, drafter: DrafterSession | None, accepted: Acceptance, new_tokens: list[int]
+    session: VerifierSession,
+    drafter: DrafterSession | None,
+    grow: Grower | None,
+    accepted: Acceptance,
+    new_tokens: list[int],
 ) -> None:
     features = session.features(accepted.path)  # first: the commit ends the life of the tree
     session.commit(accepted.path, accepted.next_token)
     if drafter is not None:
         drafter.observe(new_tokens, features)
+    if grow is not None:
+        grow.observe(new_tokens)
 
 
 class SpeculativeDecoder:
@@ -180,6 +219,7 @@ class SpeculativeDecoder:
         num_drafts: int = 1,
         verifier_sampling: SamplingParams | None = None,
         draft_sampling: SamplingParams | None = None,
+        growth: TreeGrowth | None = None,
         name: str = "specdiff2",
     ) -> None:
         """
@@ -188,21 +228,24 @@ class SpeculativeDecoder:
             num_drafts: K, drafts of a round.
             verifier_sampling: the law to follow; None means the verifier's own setting.
             draft_sampling: the law drafts are drawn from; None means the drafter's untempered law.
+            growth: grow a tree from the drafter's law instead of drawing K drafts.
 
         Raises:
-            ConfigError: ``gamma`` outside 1 .. ``drafter.gamma``, or a K that the rule cannot use.
+            ConfigError: ``gamma`` outside 1 .. ``drafter.gamma``, a K that the rule cannot use, or a grown tree that
+                the rule cannot use or that has no room for ``gamma`` nodes.
             NotLosslessError: the combination of rule and selector would change the verifier's law.
         """
-        gamma = drafter.gamma if gamma is None else gamma
-        if isinstance(gamma, bool) or not isinstance(gamma, int) or not 1 <= gamma <= drafter.gamma:
-            raise ConfigError(f"gamma={gamma!r}: expected an integer from 1 to the drafter's {drafter.gamma}")
+        gamma = window_length(gamma, drafter.gamma)
         if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or num_drafts < 1:
             raise ConfigError(f"num_drafts={num_drafts!r}: expected an integer >= 1")
         check_combination(rule, selector, num_drafts)
+        if growth is not None:
+            check_growth(rule, selector, num_drafts)
+            growth.settings.check_gamma(gamma)
         self.verifier = verifier
         self.name = name
         self.sampling = own_sampling(verifier) if verifier_sampling is None else verifier_sampling
-        self.drafting = Drafting(drafter, rule, selector, gamma, num_drafts, draft_sampling or SamplingParams())
+        self.drafting = Drafting(drafter, rule, selector, gamma, num_drafts, draft_sampling or SamplingParams(), growth)
 
     @classmethod
     def from_pretrained(
@@ -212,6 +255,10 @@ class SpeculativeDecoder:
         from specdiff2.decoding.loading import load_speculative_decoder
 
         return load_speculative_decoder(verifier, drafter, **options)
+
+    def describe(self) -> dict[str, Any]:
+        """Settings of the grown tree, for the fingerprint of records; empty where drafts are drawn."""
+        return {} if self.drafting.growth is None else asdict(self.drafting.growth.settings)
 
     def generate(
         self,
@@ -250,3 +297,16 @@ def own_sampling(verifier: Verifier) -> SamplingParams:
     if not isinstance(sampling, SamplingParams):
         raise ConfigError(f"verifier sampling={sampling!r}: expected SamplingParams; pass them to the decoder")
     return sampling
+
+
+def window_length(gamma: int | None, drafter_gamma: int) -> int:
+    """``gamma``, or the drafter's own where it is None.
+
+    Raises:
+        ConfigError: not an integer from 1 to ``drafter_gamma``.
+    """
+    if gamma is None:
+        return drafter_gamma
+    if isinstance(gamma, bool) or not isinstance(gamma, int) or not 1 <= gamma <= drafter_gamma:
+        raise ConfigError(f"gamma={gamma!r}: expected an integer from 1 to the drafter's {drafter_gamma}")
+    return gamma

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
-from specdiff2.decoding.engine import SpeculativeDecoder
-from specdiff2.decoding.samplers import check_sampler, make_decoder
+from specdiff2.decoding.engine import SpeculativeDecoder, window_length
+from specdiff2.decoding.samplers import check_grown_sampling, check_sampler, make_decoder
+from specdiff2.decoding.tree_growth import NumNodes, growth_settings
 from specdiff2.protocols import Drafter
-from specdiff2.types import ConfigError, MismatchError, SamplingParams
+from specdiff2.types import MismatchError, SamplingParams
 
 if TYPE_CHECKING:
     from specdiff2.models.verifier import HFVerifier
@@ -22,6 +23,12 @@ def load_speculative_decoder(
     sampler: str = "specdiff2",
     num_drafts: int | None = None,
     gamma: int | None = None,
+    num_nodes: NumNodes | None = None,
+    max_nodes: int | None = None,
+    tree_temperature: float | None = None,
+    lookup_tokens: int | None = None,
+    lookup_ngram: int | None = None,
+    cost_folder: str | Path | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -34,9 +41,16 @@ def load_speculative_decoder(
     Args:
         verifier: hub id, local folder, GGUF file or ``wheel:...`` (see ``HFVerifier.from_pretrained``), or a
             loaded verifier (``dtype`` and ``device`` are then its own).
-        drafter: folder written by ``save_drafter``, or a loaded drafter.
+        drafter: folder written by ``save_drafter``, ``"shipped"`` for the one that comes with the package (see
+            ``models.shipped``), or a loaded drafter.
         sampler: a name of ``samplers.SAMPLERS``.
         gamma: positions drafted in a round, at most the drafter's; None means the drafter's own.
+        num_nodes, max_nodes, tree_temperature: of a grown tree (sampler ``tree``): a number of drafted nodes or
+            ``"auto"``, the limit of the latter, and the temperature nodes are chosen by.
+        lookup_tokens, lookup_ngram: longest chain copied from the text so far into a grown tree (0: none), and the
+            longest suffix that is looked up for it.
+        cost_folder: keeps the cost tables that ``num_nodes="auto"`` measures; None means ``costs`` in the cache
+            folder of converted verifiers (``$SPECDIFF2_CACHE``).
         temperature, top_k, top_p: the verifier's law; temperature 0 is greedy decoding.
         draft_temperature: None means the sampler's default (see ``make_decoder``).
 
@@ -47,8 +61,13 @@ def load_speculative_decoder(
     verifier_sampling = SamplingParams(temperature, top_k, top_p)
     draft_sampling = None if draft_temperature is None else SamplingParams(draft_temperature)
     # what can be refused without a model is refused before the verifier, the slow part, loads
-    check_sampler(sampler, num_drafts)
-    check_gamma(gamma, drafter)
+    settings = check_sampler(sampler, num_drafts, num_nodes)
+    window = check_gamma(gamma, drafter, verifier)
+    budget = settings.num_nodes if num_nodes is None else num_nodes
+    grown = growth_settings(budget, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
+    if grown is not None:
+        check_grown_sampling(draft_sampling)
+        grown.check_gamma(window)
     loaded = load_verifier(verifier, dtype=dtype, device=device)
     return make_decoder(
         loaded,
@@ -56,6 +75,12 @@ def load_speculative_decoder(
         sampler=sampler,
         num_drafts=num_drafts,
         gamma=gamma,
+        num_nodes=num_nodes,
+        max_nodes=max_nodes,
+        tree_temperature=tree_temperature,
+        lookup_tokens=lookup_tokens,
+        lookup_ngram=lookup_ngram,
+        cost_folder=default_cost_folder() if cost_folder is None else cost_folder,
         verifier_sampling=verifier_sampling,
         draft_sampling=draft_sampling,
     )
@@ -84,18 +109,30 @@ def load_verifier(verifier: str | Path | HFVerifier, *, dtype: str = "auto", dev
     return verifier
 
 
-def check_gamma(gamma: int | None, drafter: str | Path | Drafter) -> None:
-    """The drafter must be readable and trained for at least ``gamma`` positions.
+def default_cost_folder() -> Path:
+    """Where cost tables are kept unless told otherwise."""
+    from specdiff2.models.wheel_checkpoint import default_cache_dir
+
+    return default_cache_dir() / "costs"
+
+
+def check_gamma(gamma: int | None, drafter: str | Path | Drafter, verifier: str | Path | HFVerifier) -> int:
+    """The window that will be drafted: the drafter must be readable and trained for at least ``gamma`` positions.
 
     Raises:
-        ConfigError: it was trained for fewer.
+        ConfigError: it was trained for fewer, or no drafter is shipped for ``verifier``.
         CorruptFileError: its folder is missing or damaged.
     """
     from specdiff2.models.pretrained import read_drafter_config
+    from specdiff2.models.shipped import is_shipped, shipped_candidates
 
-    most = read_drafter_config(drafter).gamma if isinstance(drafter, str | Path) else drafter.gamma
-    if gamma is not None and (isinstance(gamma, bool) or not isinstance(gamma, int) or not 1 <= gamma <= most):
-        raise ConfigError(f"gamma={gamma!r}: expected an integer from 1 to the drafter's {most}")
+    if not isinstance(drafter, str | Path):
+        most = drafter.gamma
+    elif is_shipped(drafter):
+        most = max(config.gamma for config in shipped_candidates(str(drafter), verifier).values())
+    else:
+        most = read_drafter_config(drafter).gamma
+    return window_length(gamma, most)
 
 
 def load_drafter_for(verifier: HFVerifier, drafter: str | Path | Drafter) -> Drafter:
@@ -103,11 +140,13 @@ def load_drafter_for(verifier: HFVerifier, drafter: str | Path | Drafter) -> Dra
 
     Raises:
         MismatchError: it was made for another verifier.
+        ConfigError: no drafter is shipped for it.
     """
     from specdiff2.models.pretrained import load_drafter
+    from specdiff2.models.shipped import drafter_folder
 
     if isinstance(drafter, str | Path):
-        return load_drafter(drafter, verifier)
+        return load_drafter(drafter_folder(drafter, verifier), verifier)
     vocab_size = getattr(drafter, "vocab_size", verifier.vocab_size)
     if vocab_size != verifier.vocab_size:
         raise MismatchError(

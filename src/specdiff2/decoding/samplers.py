@@ -1,47 +1,69 @@
-"""Named samplers: which acceptance rule goes with which selector. Used by Python, Hydra and transformers alike."""
+"""Named samplers: which acceptance rule goes with which selector, and whether drafts are drawn or a tree is grown.
+
+Used by Python, Hydra and transformers alike.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
 
 from specdiff2.decoding.acceptance import check_combination, make_rule
-from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.cost_measure import cost_key, measure_costs
+from specdiff2.decoding.cost_table import load_or_measure
+from specdiff2.decoding.engine import SpeculativeDecoder, own_sampling, window_length
 from specdiff2.decoding.selection import SelfSelection
+from specdiff2.decoding.tree_growth import GrowthSettings, NumNodes, TreeGrowth, check_growth, growth_settings
 from specdiff2.protocols import AcceptanceRule, Drafter, Verifier
 from specdiff2.types import ConfigError, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """``num_drafts`` is the K that is meant when none is given."""
+    """``num_drafts`` is the K, and ``num_nodes`` the size of a grown tree, that is meant when none is given.
+
+    ``num_nodes`` None: the sampler draws its drafts.
+    """
 
     rule: str
     self_selection: bool
     num_drafts: int
+    num_nodes: int | None = None
 
 
 SAMPLERS = {
     "specdiff": Sampler("greedy", self_selection=False, num_drafts=1),  # SpecDiff: one draft
     "specdiff2": Sampler("greedy", self_selection=True, num_drafts=8),  # SpecDiff-2: K drafts, best one verified
     "tree_match": Sampler("tree_match", self_selection=False, num_drafts=8),
+    "tree": Sampler("tree_match", self_selection=False, num_drafts=1, num_nodes=32),  # grown from the drafter's law
     "leviathan": Sampler("leviathan", self_selection=False, num_drafts=1),
     "block": Sampler("block", self_selection=False, num_drafts=1),
     "specinfer": Sampler("specinfer", self_selection=False, num_drafts=8),
+    "traversal": Sampler("traversal", self_selection=False, num_drafts=4),
 }
 
 
-def check_sampler(sampler: str, num_drafts: int | None = None) -> Sampler:
-    """The sampler of that name, able to work with ``num_drafts``: known before any model is there.
+def check_sampler(sampler: str, num_drafts: int | None = None, num_nodes: NumNodes | None = None) -> Sampler:
+    """The sampler of that name, able to work with ``num_drafts`` and ``num_nodes``: known before any model is there.
 
     Raises:
-        ConfigError: unknown sampler, or a K its rule cannot use.
+        ConfigError: unknown sampler, a K its rule cannot use, or nodes for a sampler that draws its drafts.
     """
     if sampler not in SAMPLERS:
         raise ConfigError(f"sampler={sampler!r}: expected one of {', '.join(SAMPLERS)}")
     settings = SAMPLERS[sampler]
-    selector = SelfSelection() if settings.self_selection else None
-    check_combination(make_rule(settings.rule), selector, settings.num_drafts if num_drafts is None else num_drafts)
+    rule, selector = make_rule(settings.rule), SelfSelection() if settings.self_selection else None
+    num_drafts = settings.num_drafts if num_drafts is None else num_drafts
+    check_combination(rule, selector, num_drafts)
+    if settings.num_nodes is not None:
+        check_growth(rule, selector, num_drafts)
+    elif num_nodes is not None:
+        grown = ", ".join(name for name, known in SAMPLERS.items() if known.num_nodes is not None)
+        raise ConfigError(
+            f"num_nodes={num_nodes!r} with sampler {sampler!r}: it draws its drafts, expected num_drafts; "
+            f"use a sampler that grows a tree ({grown})"
+        )
     return settings
 
 
@@ -50,29 +72,76 @@ def default_draft_temperature(rule: AcceptanceRule, num_drafts: int) -> float:
     return 0.0 if num_drafts == 1 and not rule.reads_draft_probs else 1.0
 
 
+def make_growth(
+    settings: GrowthSettings | None,
+    verifier: Verifier,
+    drafter: Drafter,
+    *,
+    gamma: int | None = None,
+    verifier_sampling: SamplingParams | None = None,
+    cost_folder: str | Path | None = None,
+) -> TreeGrowth | None:
+    """The growth of ``settings`` for this pair; with ``num_nodes=auto`` its costs are looked up, or measured now.
+
+    Args:
+        settings: None gives None: drafts are drawn.
+        gamma: positions drafted in a round; None means the drafter's own.
+        verifier_sampling: None means the verifier's own.
+        cost_folder: where cost tables are kept; None measures each time and keeps nothing.
+
+    Raises:
+        ConfigError: the budget has no room for ``gamma`` nodes, or see ``measure_costs``.
+    """
+    if settings is None:
+        return None
+    gamma = window_length(gamma, drafter.gamma)
+    settings.check_gamma(gamma)
+    if settings.num_nodes != "auto":
+        return TreeGrowth(settings)
+    sampling = own_sampling(verifier) if verifier_sampling is None else verifier_sampling
+    measure = partial(measure_costs, verifier, drafter, gamma, sampling=sampling)
+    folder = None if cost_folder is None else Path(cost_folder)
+    return TreeGrowth(settings, load_or_measure(folder, cost_key(verifier, drafter, gamma), measure))
+
+
 def make_decoder(
     verifier: Verifier,
     drafter: Drafter,
     *,
     sampler: str = "specdiff2",
     num_drafts: int | None = None,
+    gamma: int | None = None,
+    num_nodes: NumNodes | None = None,
+    max_nodes: int | None = None,
+    tree_temperature: float | None = None,
+    lookup_tokens: int | None = None,
+    lookup_ngram: int | None = None,
+    cost_folder: str | Path | None = None,
     verifier_sampling: SamplingParams | None = None,
     draft_sampling: SamplingParams | None = None,
     name: str | None = None,
-    **options: Any,
 ) -> SpeculativeDecoder:
     """A decoder by the name of its sampler.
 
-    ``draft_sampling`` None: one draft of a rule that does not read draft probabilities is the drafter's most
-    probable window (temperature 0); everything else draws from the drafter's untempered law.
+    Args:
+        draft_sampling: None: one draft of a rule that does not read draft probabilities is the drafter's most
+            probable window (temperature 0); everything else draws from the drafter's untempered law, and a tree is
+            grown from it (``tree_temperature`` tempers that).
+        num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram: of a grown tree; see
+            ``tree_growth.GrowthSettings``.
+        cost_folder: for ``num_nodes="auto"``; see ``make_growth``.
 
     Raises:
-        ConfigError: unknown sampler; see ``SpeculativeDecoder`` for the rest.
+        ConfigError: unknown sampler, or a setting that it has no use for; see ``SpeculativeDecoder`` for the rest.
     """
-    settings = check_sampler(sampler, num_drafts)
+    settings = check_sampler(sampler, num_drafts, num_nodes)
     rule = make_rule(settings.rule)
     num_drafts = settings.num_drafts if num_drafts is None else num_drafts
-    if draft_sampling is None:
+    num_nodes = settings.num_nodes if num_nodes is None else num_nodes
+    grown = growth_settings(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
+    if grown is not None:
+        check_grown_sampling(draft_sampling)
+    elif draft_sampling is None:
         draft_sampling = SamplingParams(temperature=default_draft_temperature(rule, num_drafts))
     return SpeculativeDecoder(
         verifier,
@@ -80,8 +149,23 @@ def make_decoder(
         rule=rule,
         selector=SelfSelection() if settings.self_selection else None,
         num_drafts=num_drafts,
-        verifier_sampling=verifier_sampling,
         draft_sampling=draft_sampling,
+        growth=make_growth(
+            grown, verifier, drafter, gamma=gamma, verifier_sampling=verifier_sampling, cost_folder=cost_folder
+        ),
+        gamma=gamma,
+        verifier_sampling=verifier_sampling,
         name=sampler if name is None else name,
-        **options,
     )
+
+
+def check_grown_sampling(draft_sampling: SamplingParams | None) -> None:
+    """A grown tree reads the untempered law: a draft temperature, top-k or top-p would be ignored.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    if draft_sampling is not None and draft_sampling != SamplingParams():
+        raise ConfigError(
+            f"draft sampling {draft_sampling} with a grown tree: it draws no drafts; use tree_temperature instead"
+        )
