@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Size, Tensor
+from torch import device as Device
 
 from specdiff2.tree import TokenTree
 from specdiff2.types import (
@@ -36,6 +37,18 @@ class RandomSource(Protocol):
     def chains(self, probs: Float[Tensor, "gamma draft_vocab"], num_chains: int) -> Int[Tensor, "K gamma"]:
         """``num_chains`` independent draws from each row."""
         ...
+
+
+class NodeProbs(Protocol):
+    """The verifier's law after each node of a tree, ``[node, vocab]``: a tensor, or what gives its rows on demand."""
+
+    @property
+    def shape(self) -> Size: ...
+
+    @property
+    def device(self) -> Device: ...
+
+    def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
 class VerifierSession(Protocol):
@@ -112,6 +125,13 @@ class DraftLaw(Protocol):
         ``previous``, the token right before that position (the last committed token for depth 0)."""
         ...
 
+    def candidates(
+        self, depth: int, previous: Int[Tensor, " parent"]
+    ) -> tuple[Float[Tensor, "parent candidate"], Int[Tensor, " candidate"]]:
+        """``log_probs`` and ``ids`` of the tokens worth considering at ``depth``: all of them, or a short list whose
+        probabilities may be normalised over the list."""
+        ...
+
     def position_log_probs(self) -> Float[Tensor, "gamma draft_vocab"]:
         """Every position at once; factorised laws only."""
         ...
@@ -159,7 +179,7 @@ class AcceptanceRule(Protocol):
     def __call__(
         self,
         tree: TokenTree,
-        verifier_probs: Float[Tensor, "node vocab"],
+        verifier_probs: NodeProbs,
         draft_probs: Float[Tensor, "gamma vocab"] | None,
         rng: RandomSource,
     ) -> Acceptance: ...
@@ -170,7 +190,7 @@ class Selector(Protocol):
 
     name: str
 
-    def __call__(self, tree: TokenTree, verifier_probs: Float[Tensor, "node vocab"]) -> int:
+    def __call__(self, tree: TokenTree, verifier_probs: NodeProbs) -> int:
         """Index of the chosen chain, 0 .. K-1."""
         ...
 

@@ -33,11 +33,7 @@ def logits_to_probs(
     """
     peak = logits.amax(dim=-1, keepdim=True)
     if not bool(torch.isfinite(peak).all()):
-        bad = peak[~torch.isfinite(peak)][0].item()
-        raise SpecDiffError(
-            f"logits: the largest value of a row is {bad}, expected a finite number; "
-            "check the model's weights and dtype (float32 instead of float16), and that not every token is masked"
-        )
+        raise refuse_logits(peak[~torch.isfinite(peak)][0].item())
     if out is None:
         out = torch.empty_like(logits, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
     if sampling.temperature == 0.0:
@@ -51,6 +47,14 @@ def logits_to_probs(
     if sampling.top_p < 1.0:
         _renormalise(probs, _top_p_mask(probs, sampling.top_p))
     return probs
+
+
+def refuse_logits(peak: float) -> SpecDiffError:
+    """The error for a row of logits whose largest value is not finite."""
+    return SpecDiffError(
+        f"logits: the largest value of a row is {peak}, expected a finite number; "
+        "check the model's weights and dtype (float32 instead of float16), and that not every token is masked"
+    )
 
 
 def _top_k_mask(

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specdiff2.protocols import NodeProbs
 from specdiff2.tree import TokenTree
 
 
@@ -68,7 +69,7 @@ def block_accept_prob(weight: float, target: Float[Tensor, " vocab"], draft: Flo
     return 1.0 if excess + rest == 0.0 else excess / (excess + rest)
 
 
-def path_probs(tree: TokenTree, verifier_probs: Float[Tensor, "node vocab"]) -> list[float]:
+def path_probs(tree: TokenTree, verifier_probs: NodeProbs) -> list[float]:
     """For each node, ``prod_k p(x_k | path)`` from the root down to it; 1 for the root."""
     if tree.num_nodes == 1:
         return [1.0]
@@ -81,12 +82,12 @@ def path_probs(tree: TokenTree, verifier_probs: Float[Tensor, "node vocab"]) -> 
     return probs
 
 
-def chain_streaks(tree: TokenTree, verifier_probs: Float[Tensor, "node vocab"]) -> list[float]:
+def chain_streaks(tree: TokenTree, verifier_probs: NodeProbs) -> list[float]:
     """Expected streak of each chain under greedy acceptance, ``sum_j prod_{k<=j} p(x_k | path)``."""
     probs = path_probs(tree, verifier_probs)
     return [sum(probs[node] for node in chain) for chain in tree.chain_nodes]
 
 
-def tree_streak(tree: TokenTree, verifier_probs: Float[Tensor, "node vocab"]) -> float:
+def tree_streak(tree: TokenTree, verifier_probs: NodeProbs) -> float:
     """Expected streak of the whole tree under tree match: the sum of ``path_probs`` without the root."""
     return sum(path_probs(tree, verifier_probs)[1:])

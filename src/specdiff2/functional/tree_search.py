@@ -34,8 +34,10 @@ from torch import Tensor
 from specdiff2.protocols import DraftLaw
 from specdiff2.types import ConfigError
 
-# (depth, previous token ids [parent]) -> [parent, draft_vocab]
-LogProbsAt = Callable[[int, Int[Tensor, " parent"]], Float[Tensor, "parent draft_vocab"]]
+# (depth, previous token ids [parent]) -> log-probabilities of the candidates [parent, candidate], their ids [candidate]
+CandidatesAt = Callable[
+    [int, Int[Tensor, " parent"]], tuple[Float[Tensor, "parent candidate"], Int[Tensor, " candidate"]]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def best_first(law: DraftLaw, root: int, num_nodes: int, temperature: float = 1.
     """
     if law.factorised:
         return best_first_factorised(law.position_log_probs(), law.ids, num_nodes, temperature)
-    return best_first_markov(law.log_probs, law.ids, law.gamma, root, num_nodes, temperature)
+    return best_first_markov(law.candidates, law.gamma, root, num_nodes, temperature)
 
 
 def best_first_factorised(
@@ -105,8 +107,7 @@ def best_first_factorised(
 
 
 def best_first_markov(
-    log_probs_at: LogProbsAt,
-    ids: Int[Tensor, " draft_vocab"],
+    candidates_at: CandidatesAt,
     gamma: int,
     root: int,
     num_nodes: int,
@@ -118,13 +119,13 @@ def best_first_markov(
     depth_of: list[int] = [0]
     chain: list[_Candidate] = []
     scores: list[float] = []  # of the best nodes so far
+    least = -math.inf  # a node below the best B so far, and all its descendants, cannot be among the best B
     frontier = [_Candidate(0.0, 0.0, root, 0, -1, True)]
     for depth in range(gamma):
-        level = _expand(log_probs_at, ids, depth, frontier, num_nodes, temperature, first_key=len(pool) + 1)
+        level = _expand(candidates_at, depth, frontier, num_nodes, temperature, least, first_key=len(pool) + 1)
         pool += level
         depth_of += [depth + 1] * len(level)
         chain += [node for node in level if node.on_chain]
-        # a node below the best B so far has no descendant among the best B
         scores = sorted([*scores, *(node.score for node in level)], reverse=True)[:num_nodes]
         least = scores[-1] if len(scores) == num_nodes else -math.inf
         # the chain comes first: its own argmax is read from row 0
@@ -252,29 +253,30 @@ def _by_heap(steps: list[list[tuple[float, float, int]]]) -> Iterator[_Candidate
 
 
 def _expand(
-    log_probs_at: LogProbsAt,
-    ids: Int[Tensor, " draft_vocab"],
+    candidates_at: CandidatesAt,
     depth: int,
     frontier: list[_Candidate],
     num_nodes: int,
     temperature: float,
+    least: float,
     *,
     first_key: int,
 ) -> list[_Candidate]:
-    """The best ``num_nodes`` children of ``frontier`` and the argmax child of its first node, numbered."""
-    previous = ids.new_tensor([node.token for node in frontier])
-    log_probs = _wide(log_probs_at(depth, previous))
+    """The best ``num_nodes`` children of ``frontier`` that score ``least``, and the argmax child of its first node."""
+    log_probs, ids = candidates_at(depth, torch.tensor([node.token for node in frontier]))
+    log_probs = _wide(log_probs)
     plain, index = log_probs.topk(min(num_nodes, len(ids)), dim=-1)  # rank r has r better siblings: no more is needed
     paths = plain.new_tensor([[node.score, node.log_prob] for node in frontier])
     score = paths[:, :1] + _tempered(log_probs, plain, temperature)
+    width = score.shape[1]
     best = score.flatten().topk(min(num_nodes, score.numel())).indices
-    # the whole list of row 0 goes along: it holds the chain's next node, whether or not that is among the best
-    picked = torch.cat([torch.arange(score.shape[1], device=best.device), best])
+    # the head of row 0 goes along: it holds the chain's next node, whether or not that is among the best
+    picked = torch.cat([torch.arange(width, device=best.device), best])
     fields = (score, paths[:, 1:] + plain, ids[index].to(score.dtype))
     packed = torch.stack([picked.to(score.dtype), *(part.flatten()[picked] for part in fields)], dim=-1).tolist()
-    width = score.shape[1]
     chain_child = min(packed[:width], key=lambda entry: (-entry[1], -entry[2], entry[3]))
-    children = {entry[0]: entry for entry in [chain_child, *packed[width:]] if entry[1] > -math.inf}
+    kept = [entry for entry in packed[width:] if entry[1] >= least and entry[1] > -math.inf]
+    children = {entry[0]: entry for entry in [chain_child, *kept] if entry[1] > -math.inf}
     ordered = sorted(children.values(), key=lambda entry: (int(entry[0]) // width, -entry[1], entry[3]))
     return [
         _Candidate(value, log_prob, int(token), key, frontier[int(place) // width].key, place == chain_child[0])

@@ -95,6 +95,39 @@ def window_layout(
     )
 
 
+def context_layout(
+    window_row: Int[Tensor, " window"], anchor: Int[Tensor, " window"], gamma: int, num_rows: int, num_tokens: int
+) -> WindowLayout:
+    """Windows alone, behind prefix keys that are given (``num_tokens`` per row) and not computed.
+
+    A window has ``gamma`` columns, the anchor first: column j stands at position anchor + j and predicts the token
+    after it. Every column of a window sees the given keys *before* its anchor and its own window. ``source_row`` is
+    the identity; ``allowed`` has ``num_tokens + column`` keys.
+
+    Raises:
+        ConfigError: no window, gamma < 1, or an anchor outside the given keys.
+    """
+    _check(torch.full((num_rows,), num_tokens, device=anchor.device), window_row, anchor, gamma, "causal_prefix")
+    rank = rank_in_row(window_row)
+    num_ranks = int(rank.max()) + 1
+    anchors = anchor.new_full((num_rows, num_ranks), -1)
+    anchors[window_row, rank] = anchor
+    step = torch.arange(gamma, device=anchor.device)
+    column = torch.arange(num_ranks, device=anchor.device).repeat_interleave(gamma)
+    token = torch.arange(num_tokens, device=anchor.device)
+    before = token < anchors.repeat_interleave(gamma, dim=1)[..., None]
+    same = (column[:, None] == column).expand(num_rows, -1, -1)
+    index = (window_row * (num_ranks * gamma) + rank * gamma)[:, None] + step
+    return WindowLayout(
+        num_tokens=num_tokens,
+        source_row=torch.arange(num_rows, device=anchor.device),
+        position_ids=(anchors.clamp(min=0)[..., None] + step).flatten(1),
+        slot_index=index,
+        read_index=index,
+        allowed=torch.cat([before, same], dim=-1)[:, None],
+    )
+
+
 def prefix_rows(
     layout: WindowLayout, lengths: Int[Tensor, " batch"], completion_start: Int[Tensor, " batch"]
 ) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"], Int[Tensor, " token"]]:

@@ -2,16 +2,17 @@
 
 It fills a window of ``gamma`` masked positions in one pass. Trained are N transformer layers (started from evenly
 spaced layers of the verifier), their final norm and one mask embedding; the embedding and the head are the
-verifier's, frozen and borrowed (``models.borrowed``). ``forward`` scores every window of a training batch in one
-packed pass; ``start`` opens a decoding session that computes the very same function with a KV cache
-(``models.block_drafter_session``).
+verifier's, frozen and borrowed (``models.borrowed``). With ``conditioning="verifier_kv"`` the layers read the
+verifier's own keys and values of the prefix instead of computing some (``models.verifier_context``), and a Markov
+head may let a position depend on the token before it (``models.markov_head``). ``forward`` scores every window of a
+training batch in one packed pass; ``start`` opens a decoding session that computes the very same function with a KV
+cache (``models.block_drafter_session``).
 
 It knows nothing of losses, of acceptance or of files.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,17 +21,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from specdiff2.functional.attention_masks import additive_mask
-from specdiff2.functional.window_masks import WindowLayout, prefix_rows, window_layout
-from specdiff2.models.block_drafter_config import BlockDrafterConfig, check_mask_token_id, evenly_spaced
+from specdiff2.functional.previous_tokens import previous_tokens
+from specdiff2.functional.window_masks import prefix_rows
+from specdiff2.models.block_drafter_config import BlockDrafterConfig, check_mask_token_id
 from specdiff2.models.block_drafter_session import BlockDrafterSession
 from specdiff2.models.borrowed import BorrowedEmbeddings
-from specdiff2.models.layer_stack import base_of, build_stack, copy_layers, run_stack, stack_config
-from specdiff2.models.vocab import tokenizer_fingerprint
+from specdiff2.models.context_drafter_session import ContextDrafterSession
+from specdiff2.models.context_forward import context_states
+from specdiff2.models.context_input import ContextInput
+from specdiff2.models.fresh_drafter import fresh_config, start_of_masks
+from specdiff2.models.layer_stack import base_of, build_stack, copy_layers
+from specdiff2.models.markov_head import MarkovHead
+from specdiff2.models.packed_forward import layout_of, packed_states
+from specdiff2.models.verifier_context import ContextSource, context_shape
 from specdiff2.types import ConfigError, SamplingParams, WindowBatch
 
 if TYPE_CHECKING:
     from specdiff2.models.verifier import HFVerifier
+    from specdiff2.models.verifier_session import HFVerifierSession
 
 
 class BlockDrafter(nn.Module):
@@ -72,9 +80,30 @@ class BlockDrafter(nn.Module):
         self.stack = build_stack(base_config, attn)
         if gradient_checkpointing:
             self.stack.gradient_checkpointing_enable({"use_reentrant": False})
-        self.mask_embedding = nn.Parameter(torch.zeros(base_config.hidden_size))
+        self._build_parts(verifier, base_config.hidden_size)
         self._exact_buffers = {name: buffer.clone() for name, buffer in self.stack.named_buffers()}
         self.to(device=verifier.device, dtype=dtype)
+
+    def _build_parts(self, verifier: HFVerifier, hidden_size: int) -> None:
+        """What stands before and behind the layers."""
+        config = self.config
+        self.mask_embedding: nn.Parameter | None = None
+        self.context_input: ContextInput | None = None
+        self.context: ContextSource | None = None
+        self.markov: MarkovHead | None = None
+        if config.conditioning == "none":
+            self.mask_embedding = nn.Parameter(torch.zeros(hidden_size))
+        else:
+            depth = verifier.config.num_hidden_layers
+            if max(config.feature_layers) > depth:
+                raise ConfigError(
+                    f"feature_layers={config.feature_layers}: the verifier has hidden states 0..{depth}; use those"
+                )
+            self.context = ContextSource(verifier, context_shape(verifier, config.layer_indices, config.feature_layers))
+            self.context_input = ContextInput(hidden_size, len(config.feature_layers), config.gamma)
+            verifier.output_features = True
+        if config.markov_rank:
+            self.markov = MarkovHead(config.markov_rank, hidden_size, len(self.draft_vocab_ids))
 
     @classmethod
     def from_verifier(
@@ -88,49 +117,48 @@ class BlockDrafter(nn.Module):
         denoising_steps: int = 1,
         draft_vocab_ids: Sequence[int] | None = None,
         mask_token_id: int | None = None,
+        conditioning: str = "none",
+        layer_indices: Sequence[int] | None = None,
+        feature_layers: Sequence[int] | None = None,
+        markov_rank: int = 0,
         dtype: torch.dtype = torch.float32,
         gradient_checkpointing: bool = False,
     ) -> BlockDrafter:
         """A fresh drafter whose layers are copies of the verifier's.
 
+        ``layer_indices`` None: evenly spaced, or the last ones where they read the verifier's keys and values (their
+        input is then regressed by ``models.projection_fit``). ``feature_layers`` None: the hidden states at half and
+        four fifths of the depth, and the last.
+
         Raises:
             ConfigError: a value out of range, or a verifier without the usual parts.
         """
-        base = base_of(verifier.model)
-        indices = evenly_spaced(num_layers, len(base.layers))
-        base_config = stack_config(base.config, indices)
-        config = BlockDrafterConfig(
-            gamma=gamma,
-            num_layers=num_layers,
-            layer_indices=indices,
-            attention=attention,
-            shifted=shifted,
-            denoising_steps=denoising_steps,
-            vocab_size=verifier.vocab_size,
-            mask_token_id=mask_token_id,
-            draft_vocab_ids=None if draft_vocab_ids is None else [int(i) for i in draft_vocab_ids],
-            verifier_name=verifier.name,
-            verifier_fingerprint=verifier.fingerprint,
-            tokenizer_fingerprint=tokenizer_fingerprint(verifier.tokenizer),
-            base_config=json.loads(base_config.to_json_string(use_diff=False)),
-        )
-        drafter = cls(config, verifier, base_config, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
-        copy_layers(base, drafter.stack, indices)
-        with torch.no_grad():
-            if mask_token_id is None:
-                start = drafter.borrowed.mean_row(verifier.vocab_size)
-            else:
-                start = drafter.borrowed.embed(torch.tensor(mask_token_id, device=drafter.device), dtype)
-            drafter.mask_embedding.copy_(start)
+        config, base = fresh_config(
+            verifier, num_layers=num_layers, gamma=gamma, attention=attention, shifted=shifted,
+            denoising_steps=denoising_steps, draft_vocab_ids=draft_vocab_ids, mask_token_id=mask_token_id,
+            conditioning=conditioning, layer_indices=layer_indices, feature_layers=feature_layers,
+            markov_rank=markov_rank,
+        )  # fmt: skip
+        drafter = cls(config, verifier, base, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+        copy_layers(base_of(verifier.model), drafter.stack, config.layer_indices)
+        if drafter.mask_embedding is not None:
+            with torch.no_grad():
+                drafter.mask_embedding.copy_(start_of_masks(drafter.borrowed, config, drafter.device, dtype))
         return drafter
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.mask_embedding.dtype
+        return next(self.stack.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        return self.mask_embedding.device
+        return next(self.stack.parameters()).device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype attention runs in; masks must have it too."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
 
     def forward(self, batch: WindowBatch) -> Float[Tensor, "window gamma draft_vocab"]:
         """Logits of every window of the batch, float32; the window length is that of ``batch.targets``.
@@ -139,62 +167,74 @@ class BlockDrafter(nn.Module):
         A batch without windows gives ``[0, gamma, draft_vocab]``, connected to every parameter, so that a rank with
         nothing to train on still takes part in the gradient reduction.
         """
-        gamma = batch.targets.shape[1]
         if batch.num_windows == 0:
             tie = torch.stack([parameter.sum() for parameter in self.parameters()]).sum().float() * 0.0
-            return tie + torch.zeros((0, gamma, len(self.draft_vocab_ids)), device=self.device)
-        layout = self._layout(batch)
-        return self._logits_at(batch, layout, layout.read_index)
+            return tie + torch.zeros((0, batch.targets.shape[1], len(self.draft_vocab_ids)), device=self.device)
+        return self.states_logits(self.window_states(batch), previous_tokens(batch))
 
-    def forward_with_prefix(
+    def window_states(self, batch: WindowBatch) -> Float[Tensor, "window gamma hidden"]:
+        """Normalised outputs at every drafted position of at least one window; ``states_logits`` is the head."""
+        if self.context is not None:
+            return context_states(self, batch)
+        layout = layout_of(self, batch)
+        return packed_states(self, batch, layout, layout.read_index)
+
+    def states_logits(
+        self, states: Float[Tensor, "window gamma hidden"], previous: Int[Tensor, "window gamma"]
+    ) -> Float[Tensor, "window gamma draft_vocab"]:
+        """float32 logits; ``previous``: the verifier id before each position (read by the Markov head only)."""
+        logits = self.borrowed.logits(states)
+        if self.markov is not None:
+            logits = logits + self.markov(self.markov.gate(states), self.to_draft_vocab(previous))
+        return logits
+
+    def token_logits(self, states: Float[Tensor, "token hidden"]) -> Float[Tensor, "token draft_vocab"]:
+        """float32 next-token logits of prefix states, without the Markov head."""
+        return self.borrowed.logits(states)
+
+    def window_and_prefix_states(
         self, batch: WindowBatch
-    ) -> tuple[Float[Tensor, "window gamma draft_vocab"], Float[Tensor, "token draft_vocab"], Int[Tensor, " token"]]:
-        """``forward``, and the next-token logits with their targets (ids) at every sampled token before an anchor.
+    ) -> tuple[Float[Tensor, "window gamma hidden"], Float[Tensor, "token hidden"], Int[Tensor, " token"]]:
+        """``window_states``, and the states of every sampled token before an anchor with the ids that follow them.
 
         These rows are computed anyway, as the prefix; each one is what position 1 of a window would be there.
 
         Raises:
-            ConfigError: the drafter is not shifted with a causal prefix, or the batch does not say where
+            ConfigError: the drafter computes no prefix that predicts next tokens, or the batch does not say where
                 completions start.
         """
-        if not self.config.shifted or self.config.attention != "causal_prefix" or batch.completion_start is None:
+        config = self.config
+        if not config.shifted or config.attention != "causal_prefix" or batch.completion_start is None or self.context:
             raise ConfigError(
-                f"prefix loss with shifted={self.config.shifted}, attention={self.config.attention!r}, "
-                f"completion_start={batch.completion_start}: expected shifted=true, attention='causal_prefix' and "
-                "known completion starts; set prefix_loss_weight=0 otherwise"
+                f"prefix loss with shifted={config.shifted}, attention={config.attention!r}, conditioning="
+                f"{config.conditioning!r}, completion_start={batch.completion_start}: expected shifted=true, "
+                "attention='causal_prefix', conditioning='none' and known completion starts; set prefix_loss_weight=0"
             )
-        if batch.num_windows == 0:
-            logits = self.forward(batch)
-            return logits, logits.flatten(0, 1), batch.targets.flatten()
-        layout = self._layout(batch)
+        layout = layout_of(self, batch)
         index, row, column = prefix_rows(layout, batch.lengths, batch.completion_start)
-        logits = self._logits_at(batch, layout, torch.cat([layout.read_index.flatten(), index]))
+        states = packed_states(self, batch, layout, torch.cat([layout.read_index.flatten(), index]))
         num_window_rows = layout.read_index.numel()
-        window_logits = logits[:num_window_rows].unflatten(0, layout.read_index.shape)
-        return window_logits, logits[num_window_rows:], batch.input_ids[row, column + 1]
+        window_states = states[:num_window_rows].unflatten(0, layout.read_index.shape)
+        return window_states, states[num_window_rows:], batch.input_ids[row, column + 1]
 
-    def _layout(self, batch: WindowBatch) -> WindowLayout:
-        """Where everything goes in the packed batch."""
-        return window_layout(
-            batch.lengths,
-            batch.window_row,
-            batch.anchor,
-            batch.targets.shape[1],
-            attention=self.config.attention,
-            shifted=self.config.shifted,
-        )
+    @property
+    def needs_verifier_session(self) -> bool:
+        """True when ``start`` must be given the verifier's session of the same prompt."""
+        return self.context is not None
 
-    def _logits_at(self, batch: WindowBatch, layout: WindowLayout, read_index: Tensor) -> Tensor:
-        """One packed pass; logits of the columns ``read_index``, in its shape, over the draft vocabulary."""
-        mask = additive_mask(layout.allowed, self._compute_dtype()).expand(-1, -1, layout.position_ids.shape[1], -1)
-        embeddings = self._packed_embeddings(batch, layout)
-        return self.borrowed.logits(run_stack(self.stack, embeddings, mask, layout.position_ids, read_index))
-
-    def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> BlockDrafterSession:
+    def start(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        verifier_session: HFVerifierSession | None = None,
+    ) -> BlockDrafterSession | ContextDrafterSession:
         """Read the prompt and be ready to draft.
 
         Raises:
-            ConfigError: empty prompt or an id outside the verifier's vocabulary.
+            ConfigError: empty prompt, an id outside the verifier's vocabulary, or no verifier session for a
+                conditioned drafter.
+            MismatchError: the session is another verifier's.
         """
         if not prompt:
             raise ConfigError("prompt is empty: expected at least one token id; start with the BOS token")
@@ -203,6 +243,8 @@ class BlockDrafter(nn.Module):
             raise ConfigError(
                 f"prompt holds id {outside[0]}: expected 0..{self.vocab_size - 1}; use the verifier's tokenizer"
             )
+        if self.context is not None:
+            return ContextDrafterSession(self, prompt, sampling, verifier_session)
         return BlockDrafterSession(self, prompt, sampling, max_new_tokens)
 
     def to_draft_vocab(self, tokens: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
@@ -216,27 +258,6 @@ class BlockDrafter(nn.Module):
         # not persistent: the ids are saved in the config, and the state_dict holds trained tensors only
         self.register_buffer("draft_vocab_ids", ids, persistent=False)
         self.register_buffer("_draft_index", draft_index, persistent=False)
-
-    def _packed_embeddings(self, batch: WindowBatch, layout: WindowLayout) -> Float[Tensor, "row column hidden"]:
-        """Token embeddings, then per slot the mask embedding or, where revealed, the teacher's token."""
-        num_rows, num_columns = layout.position_ids.shape
-        num_slots = layout.slot_index.shape[1]
-        inside = torch.arange(layout.num_tokens, device=self.device) < batch.lengths[:, None]
-        ids = batch.input_ids.new_zeros((num_rows, num_columns))
-        # padding ids may be anything (-100 too), so they are not looked up
-        ids[:, : layout.num_tokens] = torch.where(inside, batch.input_ids[:, : layout.num_tokens], 0)[layout.source_row]
-        masked = torch.zeros((num_rows, num_columns), dtype=torch.bool, device=self.device)
-        masked[:, layout.num_tokens :] = True
-        revealed = (batch.revealed & batch.valid)[:, :num_slots]
-        slots = layout.slot_index[revealed]
-        ids.view(-1)[slots] = batch.targets[:, :num_slots][revealed]
-        masked.view(-1)[slots] = False
-        return torch.where(masked[..., None], self.mask_embedding, self.borrowed.embed(ids, self.dtype))
-
-    def _compute_dtype(self) -> torch.dtype:
-        """The dtype attention runs in; the mask must have it too."""
-        kind = self.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockDrafter:
         """Move or cast, except for the rotary frequencies: rounded to bfloat16 they misplace distant tokens."""

@@ -13,6 +13,8 @@ from typing import Any
 from specdiff2.functional.window_masks import ATTENTION_MODES
 from specdiff2.types import ConfigError
 
+CONDITIONINGS = ("none", "verifier_kv")
+
 
 @dataclass(frozen=True, slots=True)
 class BlockDrafterConfig:
@@ -29,6 +31,11 @@ class BlockDrafterConfig:
         mask_token_id: embedding row the mask embedding starts from; None for the mean row. Never drafted.
         verifier_name, verifier_fingerprint, tokenizer_fingerprint: what it was trained for.
         base_config: the transformers configuration of the layers.
+        conditioning: ``none``: the drafter reads token embeddings and keeps a prefix of its own; ``verifier_kv``: its
+            layers read the verifier's keys and values of the committed tokens (of the layers they start from), its
+            input is made from hidden states of the verifier (``models.context_input``).
+        feature_layers: the hidden states the input is made from (0: embeddings, L: after the final norm).
+        markov_rank: size of the bias from the previous token (``models.markov_head``); 0 leaves it out.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -47,6 +54,9 @@ class BlockDrafterConfig:
     verifier_name: str = ""
     verifier_fingerprint: str = ""
     tokenizer_fingerprint: str | None = None
+    conditioning: str = "none"
+    feature_layers: list[int] = field(default_factory=list)
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
         for name in ("gamma", "num_layers", "denoising_steps", "vocab_size"):
@@ -57,6 +67,7 @@ class BlockDrafterConfig:
             raise ConfigError(f"shifted={self.shifted!r}: expected true or false")
         if len(self.layer_indices) != self.num_layers:
             raise ConfigError(f"layer_indices={self.layer_indices!r}: expected {self.num_layers} (num_layers) indices")
+        _check_conditioning(self)
         if self.draft_vocab_ids is not None:
             _check_draft_vocab(self.draft_vocab_ids, self.vocab_size)
         if self.mask_token_id is not None and self.mask_token_id in (self.draft_vocab_ids or ()):
@@ -64,6 +75,36 @@ class BlockDrafterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _check_conditioning(config: BlockDrafterConfig) -> None:
+    rank = config.markov_rank
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise ConfigError(f"markov_rank={rank!r}: expected an integer >= 0; 0 leaves the Markov head out")
+    check_conditioning(config.conditioning, config.shifted, config.attention)
+    if config.conditioning == "none":
+        if config.feature_layers:
+            raise ConfigError(f"feature_layers={config.feature_layers} with conditioning=none: expected an empty list")
+        return
+    bad = [i for i in config.feature_layers if isinstance(i, bool) or not isinstance(i, int) or i < 0]
+    if bad or not config.feature_layers:
+        raise ConfigError(f"feature_layers={config.feature_layers!r}: expected at least one layer index >= 0")
+
+
+def check_conditioning(conditioning: str, shifted: bool, attention: str) -> None:
+    """The three settings go together; needs no model.
+
+    Raises:
+        ConfigError: unknown conditioning, or the verifier's keys and values read in another layout than theirs.
+    """
+    if conditioning not in CONDITIONINGS:
+        raise ConfigError(f"conditioning={conditioning!r}: expected one of {', '.join(CONDITIONINGS)}")
+    if conditioning != "none" and (not shifted or attention != "causal_prefix"):
+        raise ConfigError(
+            f"conditioning={conditioning} with shifted={shifted}, attention={attention!r}: expected shifted=true and "
+            "attention=causal_prefix, which the verifier's keys and values are; or choose conditioning=none "
+            "(model=smollm2_prefix)"
+        )
 
 
 def check_count(name: str, value: Any) -> None:
@@ -112,6 +153,25 @@ def evenly_spaced(num_layers: int, num_available: int) -> list[int]:
     if num_layers == 1:
         return [num_available - 1]
     return [(2 * i * (num_available - 1) + num_layers - 1) // (2 * (num_layers - 1)) for i in range(num_layers)]
+
+
+def choose_layers(num_layers: int, num_available: int, given: Sequence[int] | None, *, last: bool) -> list[int]:
+    """The verifier layers to start from: ``given``, else the last ``num_layers``, else evenly spaced ones.
+
+    Raises:
+        ConfigError: more layers than there are, or given indices that are not ``num_layers`` increasing ones.
+    """
+    if given is not None:
+        indices = [int(i) for i in given]
+        inside = all(0 <= i < num_available for i in indices)
+        if len(indices) != num_layers or not inside or sorted(set(indices)) != indices:
+            raise ConfigError(
+                f"layer_indices={indices}: expected {num_layers} (num_layers) increasing indices in "
+                f"0..{num_available - 1}, layers of the verifier"
+            )
+        return indices
+    evenly = evenly_spaced(num_layers, num_available)
+    return list(range(num_available - num_layers, num_available)) if last else evenly
 
 
 def _check_draft_vocab(ids: Sequence[int], vocab_size: int) -> None:

@@ -3,10 +3,7 @@
 Causal prefix: each ``propose`` is one forward pass over the newly committed tokens and the masked window; the tokens'
 keys and values stay in a preallocated cache, the window's are dropped. Bidirectional: the whole prefix is read again.
 
-With ``denoising_steps`` S > 1 there are S passes. The first S-1 each fix ceil(remaining / steps left) of the most
-confident positions to their argmax and show those tokens to the next pass; the law of the positions left comes from
-the last pass. What is fixed depends on the committed tokens only, never on a draw, so the draft law still
-factorises over positions: one-hot where fixed, the last marginals elsewhere, and ``tokens ~ draft_probs`` is exact.
+Denoising, laws and draws are those of every window session (``models.window_session``).
 """
 
 from __future__ import annotations
@@ -19,12 +16,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdiff2.functional.attention_masks import additive_mask
-from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.functional.window_masks import decode_mask
 from specdiff2.models.kv_cache import PreallocatedCache
 from specdiff2.models.layer_stack import run_stack
-from specdiff2.protocols import RandomSource
-from specdiff2.types import ConfigError, Draft, SamplingParams
+from specdiff2.models.window_session import WindowSession
+from specdiff2.types import SamplingParams
 
 if TYPE_CHECKING:
     from specdiff2.models.block_drafter import BlockDrafter
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 512  # tokens a pass while reading the prompt: bounds the mask to 512 x prompt
 
 
-class BlockDrafterSession:
+class BlockDrafterSession(WindowSession):
     """See ``protocols.DrafterSession``. Reads the prompt at construction."""
 
     def __init__(
@@ -61,57 +57,17 @@ class BlockDrafterSession:
         """Newly committed tokens. They are read by the next ``propose``."""
         self._tokens.extend(tokens)
 
-    @torch.no_grad()
-    def propose(self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool) -> Draft:
-        """K independent drafts from the drafter's law for the next ``gamma`` >= 1 positions.
+    @property
+    def last_token(self) -> int:
+        return self._tokens[-1]
 
-        Decoders ask for at most the drafter's own gamma: beyond it nothing was trained.
-
-        Raises:
-            ConfigError: gamma or num_drafts below 1.
-        """
-        for name, value in (("gamma", gamma), ("num_drafts", num_drafts)):
-            if value < 1:
-                raise ConfigError(f"{name}={value!r}: expected an integer >= 1")
-        ids = self._drafter.draft_vocab_ids
-        probs = self.draft_law(gamma)
-        tokens = ids[rng.chains(probs, num_drafts).to(ids.device)]
-        if not needs_probs:
-            return Draft(tokens)
-        draft_probs = probs.new_zeros((gamma, self._drafter.vocab_size))
-        draft_probs[:, ids] = probs
-        return Draft(tokens, draft_probs)
-
-    def draft_law(self, gamma: int) -> Float[Tensor, "gamma draft_vocab"]:
-        """The law the drafts are drawn from, over the draft vocabulary; see the module docstring."""
-        device = self._drafter.device
-        fixed = torch.full((gamma,), -1, device=device)  # draft-vocabulary index, -1 where not fixed
-        # more steps than positions would leave the last one nothing to say
-        for steps_left in range(min(self._drafter.config.denoising_steps, gamma), 1, -1):
-            confidence, best = self.window_logits(gamma, fixed).softmax(-1).max(-1)
-            open_positions = int((fixed < 0).sum())
-            num_fixed = -(-open_positions // steps_left)
-            chosen = confidence.masked_fill(fixed >= 0, -1.0).topk(num_fixed).indices
-            fixed[chosen] = best[chosen]
-        probs = logits_to_probs(self.window_logits(gamma, fixed), self._sampling)
-        is_fixed = fixed >= 0
-        if self._drafter.config.denoising_steps > 1:
-            probs[is_fixed] = torch.nn.functional.one_hot(fixed[is_fixed], probs.shape[-1]).to(probs.dtype)
-        return probs
-
-    def window_logits(
-        self, gamma: int, fixed: Int[Tensor, " gamma"] | None = None
-    ) -> Float[Tensor, "gamma draft_vocab"]:
-        """Logits of the window after the committed tokens: what ``BlockDrafter.forward`` gives for this anchor.
-
-        ``fixed`` holds draft-vocabulary indices to show instead of masks, -1 for a mask.
-        """
+    def window_states(self, gamma: int, fixed: Int[Tensor, " gamma"] | None = None) -> Float[Tensor, "gamma hidden"]:
         with torch.inference_mode():
             slots = self._slot_embeddings(gamma - 1 if self._shifted else gamma, fixed)
-            hidden = self._run_whole(slots) if self._cache is None else self._run_cached(slots, self._cache)
-            return self._drafter.borrowed.logits(hidden)
+            return self._run_whole(slots) if self._cache is None else self._run_cached(slots, self._cache)
 
     def _slot_embeddings(self, num_slots: int, fixed: Tensor | None) -> Float[Tensor, "slot hidden"]:
+        assert self._drafter.mask_embedding is not None  # not conditioned
         masks = self._drafter.mask_embedding.expand(num_slots, -1)
         if fixed is None:
             return masks

@@ -36,9 +36,12 @@ if TYPE_CHECKING:
     from specdiff2.models.verifier import HFVerifier
 
 FORMAT = "specdiff2-block-drafter"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1: before conditioning and the Markov head, whose keys then have their defaults
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"  # the model card of a shipped drafter
+CARD_MARK = "<!-- Model card written by specdiff2: written again whenever the drafter is, own edits are lost. -->"
 
 
 def save_drafter(
@@ -49,6 +52,8 @@ def save_drafter(
     dtype: torch.dtype | None = None,
 ) -> Path:
     """Write ``folder``; a drafter already there is replaced only once the new one is complete on disk.
+
+    A model card beside it is kept: ``model_card.write_card`` writes the new one.
 
     Args:
         extra: facts about the training (steps, metrics, run folder, ...), strict JSON, kept under "training".
@@ -80,6 +85,8 @@ def save_drafter(
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         _write(temporary, tensors, record)
+        if is_card(folder / CARD_FILE):
+            shutil.copyfile(folder / CARD_FILE, temporary / CARD_FILE)
         _swap_in(temporary, folder)
     except (OSError, SafetensorError) as error:
         raise SpecDiffError(
@@ -108,7 +115,7 @@ def load_drafter(folder: str | Path, verifier: HFVerifier, dtype: torch.dtype | 
     folder = Path(folder)
     record = _read_config(folder)
     config = _parse_config(record, folder)
-    _check_belongs(config, verifier, folder)
+    check_belongs(config, verifier, folder)
     tensors = _read_weights(record, folder)
     base_config = AutoConfig.for_model(**config.base_config)
     drafter = BlockDrafter(config, verifier, base_config, dtype=dtype or verifier.dtype)
@@ -145,7 +152,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise _corrupt(folder, CONFIG_FILE, f"not valid JSON ({error})") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise _corrupt(folder, CONFIG_FILE, f'expected a config with "format": "{FORMAT}"')
-    if record.get("format_version") != FORMAT_VERSION:
+    if record.get("format_version") not in READABLE_VERSIONS:
         raise MismatchError(
             f"drafter {folder}: format_version={record.get('format_version')!r}, expected {FORMAT_VERSION}; "
             "load it with the version of specdiff2 that saved it, or train it again"
@@ -156,13 +163,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _parse_config(record: dict[str, Any], folder: Path) -> BlockDrafterConfig:
     values = record.get("drafter")
     known = {field.name for field in dataclasses.fields(BlockDrafterConfig)}
+    if isinstance(values, dict) and record.get("format_version") == 1:
+        values = {"conditioning": "none", "feature_layers": [], "markov_rank": 0} | values  # as it was then
     if not isinstance(values, dict) or set(values) != known:
         difference = sorted(known ^ set(values if isinstance(values, dict) else ()))
         raise _corrupt(folder, CONFIG_FILE, f'missing or unknown keys under "drafter": {", ".join(difference)}')
     return BlockDrafterConfig(**values)
 
 
-def _check_belongs(config: BlockDrafterConfig, verifier: HFVerifier, folder: Path) -> None:
+def check_belongs(config: BlockDrafterConfig, verifier: HFVerifier, folder: Path) -> None:
+    """The drafter in ``folder`` was made for this verifier.
+
+    Raises:
+        MismatchError: it was made for another one, another tokenizer or another vocabulary.
+    """
     checks = {
         "verifier": (
             f"{config.verifier_name} ({config.verifier_fingerprint})",
@@ -232,9 +246,14 @@ def _check_replaceable(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigError(f"drafter folder {folder}: is a file; choose another path")
-    others = [file.name for file in folder.iterdir() if file.name not in (CONFIG_FILE, WEIGHTS_FILE)]
+    others = [f.name for f in folder.iterdir() if f.name not in (CONFIG_FILE, WEIGHTS_FILE) and not is_card(f)]
     if others:
         raise ConfigError(f"drafter folder {folder}: saving would remove {others[0]}; choose another folder")
+
+
+def is_card(path: Path) -> bool:
+    """Whether ``path`` is a model card of ours, not somebody's own README.md."""
+    return path.name == CARD_FILE and path.is_file() and CARD_MARK in path.read_text("utf-8", errors="replace")
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.models.batch_sampling import sample_batch
+from specdiff2.models.compiled import CompiledPasses
 from specdiff2.models.fingerprint import model_fingerprint
 from specdiff2.models.kv_cache import PreallocatedCache, check_full_attention
 from specdiff2.models.loading import check_attention, load_model_and_tokenizer
@@ -41,7 +42,8 @@ class HFVerifier:
         sampling: the law decoding uses unless told otherwise.
         vocab_size: real tokens; None derives it from the tokenizer (all head rows without one).
         eos_ids: None derives them (generation config, then config, then tokenizer).
-        output_features: keep the last hidden states of each ``score`` for ``features``.
+        output_features: keep the hidden states of each ``score`` for ``features`` and for conditioned drafters
+            (which set it themselves).
         pack_weights: pack linear layers for faster CPU bfloat16 inference (``models.packed_linear``).
 
     Raises:
@@ -81,6 +83,7 @@ class HFVerifier:
         self.max_length = int(model.config.max_position_embeddings)
         self.output_features = output_features
         self.num_packed = pack_linears(model) if pack_weights else 0
+        self.passes: CompiledPasses | None = None
         # logits_to_keep hands the head a strided slice, which torch multiplies as a batch of matrices after copying the
         # whole weight once per row: 10 s instead of 10 ms for 32 rows of SmolLM2
         head = model.get_output_embeddings()
@@ -127,6 +130,23 @@ class HFVerifier:
             output_features=output_features,
             pack_weights=pack_weights,
         )
+
+    def compile(self, *, backend: str = "inductor") -> CompiledPasses:
+        """From now on sessions score trees, and conditioned drafters draft, in compiled passes of fixed shapes.
+
+        Nothing is compiled yet: see ``CompiledPasses.warm``. Prefill, rollouts and ``window_probs`` stay eager.
+
+        Raises:
+            ConfigError: this model cannot be compiled, or there is no C++ compiler (``CompiledPasses``).
+        """
+        if self.passes is None:
+            self.passes = CompiledPasses(self, backend=backend)
+        return self.passes
+
+    @property
+    def runtime_mode(self) -> str:
+        """How passes of decoding run: ``compiled``, ``packed`` (eager with packed weights) or ``eager``."""
+        return "compiled" if self.passes is not None else "packed" if self.num_packed else "eager"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -195,22 +215,25 @@ class HFVerifier:
         mask: Tensor | None = None,
         positions: Int[Tensor, "batch query"] | None = None,
         logits_to_keep: int | Tensor = 0,
-    ) -> tuple[Float[Tensor, "batch query vocab"], Tensor | None]:
-        """One forward pass: (logits of real tokens, last hidden states or None).
+        output_hidden_states: bool | None = None,
+    ) -> tuple[Float[Tensor, "batch query vocab"], tuple[Tensor, ...] | None]:
+        """One forward pass: (logits of real tokens, hidden states by layer or None).
 
-        ``logits_to_keep``: the last n positions, 0 for all, or their indices.
+        ``logits_to_keep``: the last n positions, 0 for all, or their indices. Hidden state 0 are the embeddings, the
+        last one comes after the final norm; ``output_hidden_states`` None means the attribute ``output_features``.
         """
+        wanted = self.output_features if output_hidden_states is None else output_hidden_states
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
             use_cache=cache is not None,
             logits_to_keep=logits_to_keep,
-            output_hidden_states=self.output_features,
+            output_hidden_states=wanted,
             return_dict=True,
             **{self._cache_argument: cache},
         )
-        hidden = output.hidden_states[-1] if self.output_features else None
+        hidden = output.hidden_states if wanted else None
         return output.logits[..., : self.vocab_size], hidden
 
     def check_prompt(self, prompt: Sequence[int], max_new_tokens: int) -> None:
