@@ -1,6 +1,6 @@
 """Measure speculative decoding: compose -> validate -> seed -> build -> run -> report.
 
-python eval.py                                   # the drafter that train.py made, on unseen problems
+python eval.py                                   # the drafter that the package ships, on unseen problems
 python eval.py sampler.K=8 sampler.gamma=8
 python eval.py -m sampler.K=1,4,8                # one merged table, CSV and K-curve
 python eval.py prompt="Why is the sky blue?"     # show the streaks of one answer

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from specdiff2.protocols import RandomSource, Verifier
+from specdiff2.rng import TorchRandomSource
 from specdiff2.tree import TokenTree
-from specdiff2.types import Draft, SamplingParams
+from specdiff2.types import Draft, SamplingParams, WindowBatch
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
@@ -114,6 +115,31 @@ def reference_greedy(
         if tokens[-1] in eos_ids:
             break
     return tokens[len(prompt) :]
+
+
+# ---------------------------------------------------------------- window batches
+def make_batch(rows: list[list[int]], windows: list[tuple[int, int]], gamma: int = 4, pad: int = 0) -> WindowBatch:
+    """Windows are (row, anchor); targets are the row's own tokens, where it has them."""
+    length = max(map(len, rows))
+    targets = [[rows[r][a + 1 + j] if a + 1 + j < len(rows[r]) else 0 for j in range(gamma)] for r, a in windows]
+    valid = [[a + 1 + j < len(rows[r]) for j in range(gamma)] for r, a in windows]
+    return WindowBatch(
+        input_ids=torch.tensor([row + [pad] * (length - len(row)) for row in rows]),
+        lengths=torch.tensor([len(row) for row in rows]),
+        window_row=torch.tensor([r for r, _ in windows]),
+        anchor=torch.tensor([a for _, a in windows]),
+        targets=torch.tensor(targets),
+        valid=torch.tensor(valid),
+        revealed=torch.zeros(len(windows), gamma, dtype=torch.bool),
+    )
+
+
+def random_tokens(count: int, seed: int = 0, vocab: int = 64) -> list[int]:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -236,6 +262,30 @@ class TabSession:
 
 
 # ---------------------------------------------------------------- drafters
+class TableLaw:
+    """A ``DraftLaw`` of given probabilities: ``[gamma, vocab]``, or, conditioned on the token before, ``[gamma, vocab,
+    vocab]`` (position, previous token, token)."""
+
+    def __init__(self, probs: Tensor, ids: Sequence[int] | None = None) -> None:
+        self._log_probs = probs.log()
+        self.gamma, self.factorised = probs.shape[0], probs.ndim == 2
+        self.ids = torch.arange(probs.shape[-1]) if ids is None else torch.tensor(ids)
+        self.num_calls = 0
+
+    def log_probs(self, depth: int, previous: Tensor) -> Tensor:
+        self.num_calls += 1
+        rows = self._log_probs[depth]
+        return rows.expand(len(previous), -1) if self.factorised else rows[previous]
+
+    def candidates(self, depth: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+        return self.log_probs(depth, previous), self.ids
+
+    def position_log_probs(self) -> Tensor:
+        assert self.factorised, "positions of a conditioned law cannot be told apart from their parents"
+        self.num_calls += 1
+        return self._log_probs
+
+
 class FunctionDrafter:
     """Drafter around ``propose(context, gamma, num_drafts, rng) -> (tokens [K, gamma], draft_probs | None)``."""
 
@@ -253,6 +303,12 @@ class FunctionDrafterSession:
     def propose(self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool) -> Draft:
         tokens, probs = self._drafter.function(self.tokens, gamma, num_drafts, rng)
         return Draft(tokens, probs if needs_probs else None)
+
+    def law(self, gamma: int) -> TableLaw:
+        """The law that the function reports; it must not depend on its RandomSource."""
+        _, probs = self._drafter.function(self.tokens, gamma, 1, TorchRandomSource(0))
+        assert probs is not None, "this drafter reports no law"
+        return TableLaw(probs)
 
     def observe(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         self.tokens.extend(tokens)

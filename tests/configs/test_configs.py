@@ -13,6 +13,7 @@ from specdiff2.runtime import build
 from specdiff2.runtime.command import clear_composition_error
 from specdiff2.runtime.config_schema import EvalConfig, TrainConfig, locate
 from specdiff2.runtime.factories import SamplerSettings
+from specdiff2.runtime.hf_settings import HFSettings
 from specdiff2.types import ConfigError, NotLosslessError, SpecDiffError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -22,13 +23,18 @@ GROUPS = {
     "eval": ["verifier", "model", "sampler", "benchmark"],
 }
 SHARED = {"base"}  # files that others build on
-REQUIRED = {  # values that an option leaves to the user
+REQUIRED = {  # values that an option leaves to the user, for one script where it says so
     "verifier=hf": ["verifier.source=/nowhere"],
     "data=jsonl": ["data.train_prompts.path=q.jsonl", "data.train_prompts.prompt_field=question"],
     "data=hub": ["data.train_prompts.name=a/b", "data.train_prompts.prompt_field=question"],
+    "data=mixed_gsm8k": [f"data.train_prompts.sources.{name}.path=q.jsonl" for name in ("gsm8k", "alpaca")],
     "benchmark=jsonl": ["benchmark.path=q.jsonl", "benchmark.prompt_field=question"],
     "benchmark=hub": ["benchmark.name=a/b", "benchmark.prompt_field=question"],
+    "benchmark=suite_gsm8k": ["benchmark.gsm8k.path=q.jsonl"],
     "experiment=tiny": ["verifier.source=/nowhere"],
+    "sampler=hf_assisted": ["sampler.assistant=/nowhere"],
+    "eval experiment=speed": ["methods.hf_assisted.assistant=/nowhere"],
+    "train experiment=drafter_options": ["objective=ce_decay"],
 }
 OPTIONS = [
     (script, f"{group}={path.stem}")
@@ -44,13 +50,15 @@ COMMANDS = [  # what the README and the issue promise
     ("train", ["objective=dpace"]),
     ("train", ["logger=[csv,wandb,tensorboard]"]),
     ("train", ["resume=true"]),
-    ("train", ["model.attention=bidirectional"]),
+    ("train", ["model=smollm2_prefix", "model.attention=bidirectional"]),
     ("train", ["resume=outputs/train/2026-01-01/00-00-00"]),
     ("eval", ["sampler.K=8", "sampler.gamma=8"]),
+    ("eval", ["sampler=tree", "sampler.num_nodes=auto", "sampler.tree_temperature=0.8"]),
     ("eval", ["prompt='Why is the sky blue?'"]),
     ("eval", ["drafter=some/folder", "benchmark=humaneval"]),
     ("eval", ["benchmark=jsonl", "benchmark.path=../shared/data/gsm8k_test.jsonl", "benchmark.prompt_field=question"]),
     ("eval", ["verifier.temperature=0.7", "sampler=specinfer", "drafter=untrained"]),
+    ("eval", ["verifier.temperature=0.7", "sampler=traversal", "drafter=untrained"]),
     ("eval", ["verifier=hf", "verifier.source=/some/folder"]),
 ]
 WRONG = [  # (script, overrides, what the message must name)
@@ -64,6 +72,8 @@ WRONG = [  # (script, overrides, what the message must name)
     ("eval", ["verifier.temperature=-1"], "verifier.temperature=-1"),
     ("eval", ["verifier.temperature=nan"], "verifier.temperature=nan"),
     ("eval", ["benchmark=jsonl"], "benchmark.path"),
+    ("eval", ["sampler=tree", "sampler.num_nodes=all"], "sampler.num_nodes='all'"),
+    ("eval", ["sampler=tree", "sampler.max_nodes=auto"], "sampler.max_nodes='auto'"),
     ("eval", ["color=red"], "color='red': expected one of"),
     ("eval", ["sampler._target_=specdiff2.nothing.Here"], "sampler._target_"),
     ("eval", ["+methods={a: {_target_: specdiff2.runtime.factories.SamplerSettings, gama: 3}}"], "methods.a.gama"),
@@ -87,15 +97,19 @@ def checked(script: str, overrides: list[str], folder: Path) -> dict:
     return build.check(build.load_config(CONF, script, overrides, folder), SCHEMAS[script])
 
 
+def required(script: str, option: str) -> list[str]:
+    return REQUIRED.get(option, []) + REQUIRED.get(f"{script} {option}", [])
+
+
 @pytest.mark.parametrize(("script", "option"), OPTIONS)
 def test_every_option_composes_and_validates(script: str, option: str, tmp_path: Path) -> None:
-    assert checked(script, [option, *REQUIRED.get(option, [])], tmp_path)["paths"]["run"] == str(tmp_path)
+    assert checked(script, [option, *required(script, option)], tmp_path)["paths"]["run"] == str(tmp_path)
 
 
 @pytest.mark.parametrize(("script", "name"), EXPERIMENTS)
 def test_every_experiment_composes_and_its_parts_instantiate(script: str, name: str, tmp_path: Path) -> None:
     option = f"experiment={name}"
-    config = checked(script, [option, *REQUIRED.get(option, [])], tmp_path)
+    config = checked(script, [option, *required(script, option)], tmp_path)
     if script == "train":
         schedule = build.instantiate(config["objective"])
         assert isinstance(schedule, ObjectiveSchedule) and schedule.warmup_steps < config["max_steps"]
@@ -103,7 +117,7 @@ def test_every_experiment_composes_and_its_parts_instantiate(script: str, name: 
             build.instantiate(config["data"][section])
     else:
         for node in (config["methods"] or {"only": config["sampler"]}).values():
-            assert isinstance(build.instantiate(node), SamplerSettings)
+            assert isinstance(build.instantiate(node), SamplerSettings | HFSettings)
         build.instantiate(config["benchmark"])
 
 

@@ -31,6 +31,7 @@ SAMPLERS = [
     ("leviathan", None, 1),
     ("block", None, 1),
     ("specinfer", None, 3),
+    ("traversal", None, 3),
 ]
 P, Q = (0.2, 0.3, 0.5), (0.7, 0.2, 0.1)
 
@@ -69,7 +70,7 @@ def test_1_different_sampling_on_either_side(rule, selection, num_drafts, verifi
     assert total_variation(output, verifier_law(verifier, gamma + 1)) < TOLERANCE
 
 
-@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer"])
+@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer", "traversal"])
 def test_1_reporting_the_untruncated_law_is_noticed(rule: str) -> None:
     """The planted error: tokens come from the top-2 of q while the ratio reads all of q."""
     verifier, whole = random_table(36, (4,)), random_table(37, (1, 4))
@@ -96,7 +97,7 @@ def test_2_deterministic_top_k_tree() -> None:
     assert first_token("tree_match", TOP_K_TREE, (0.51, 0.49))[(1,)] == pytest.approx(0.49, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer"])
+@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer", "traversal"])
 def test_2_a_deterministic_draft_has_q_equal_to_one(rule: str) -> None:
     right = Draft(torch.tensor([[0]]), torch.tensor([[1.0, 0.0]]))
     wrong = Draft(torch.tensor([[0]]), torch.tensor([[0.51, 0.49]]))
@@ -136,7 +137,12 @@ def test_3_identical_drafts_share_nodes_and_keep_their_multiplicity() -> None:
 
 @pytest.mark.parametrize(
     ("several", "selection", "single"),
-    [("tree_match", None, "greedy"), ("greedy", "self_selection", "greedy"), ("specinfer", None, "leviathan")],
+    [
+        ("tree_match", None, "greedy"),
+        ("greedy", "self_selection", "greedy"),
+        ("specinfer", None, "leviathan"),
+        ("traversal", None, "block"),
+    ],
 )
 def test_3_one_draft_equals_the_single_draft_path_with_the_same_seed(several, selection, single) -> None:
     verifier, propose = random_table(33, (5,)), independent_drafts(random_table(34, (3, 5)), 3, 1)

@@ -22,6 +22,8 @@ SAMPLERS = [
     ("leviathan", None, 1, 2),
     ("block", None, 1, 2),
     ("specinfer", None, 2, 1),
+    ("traversal", None, 2, 1),
+    ("traversal", None, 1, 2),
 ]
 
 

@@ -166,7 +166,7 @@ def test_planted_wrong_rules_fail(mutant, num_drafts: int, gamma: int) -> None:
     assert gap > CLEARLY_WRONG, case
 
 
-@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer"])
+@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer", "traversal"])
 def test_best_of_k_before_a_ratio_rule_fails(rule: str) -> None:
     """The combination that ``check_combination`` refuses really is biased."""
     case, gap = worst_case_gap(make_rule(rule), SelfSelection(), num_drafts=2)
@@ -186,7 +186,7 @@ class LooseRandomSource(TorchRandomSource):
 
 
 @pytest.mark.parametrize(("source", "emits_impossible"), [(TorchRandomSource, False), (LooseRandomSource, True)])
-@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer"])
+@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer", "traversal"])
 def test_u_equal_to_zero_accepts_no_impossible_token(rule: str, source, emits_impossible: bool, monkeypatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=torch.float64))
     verifier_probs = torch.tensor([[0.0, 0.4, 0.6], [0.2, 0.3, 0.5]])

@@ -20,7 +20,7 @@ from specdiff2.types import Draft
 TOLERANCE = 1e-12
 SAMPLERS = [
     *((name, None, 1) for name in RULES),
-    *((name, None, num_drafts) for name in ("tree_match", "specinfer") for num_drafts in (2, 3)),
+    *((name, None, num_drafts) for name in ("tree_match", "specinfer", "traversal") for num_drafts in (2, 3)),
     *(("greedy", "self_selection", num_drafts) for num_drafts in (1, 2, 3)),
 ]
 
@@ -48,7 +48,7 @@ def test_law_of_the_whole_loop(rule: str, selection: str | None, num_drafts: int
     assert total_variation(output, verifier_law(case.verifier_table, num_tokens)) < TOLERANCE
 
 
-@pytest.mark.parametrize("rule", ["leviathan", "block"])
+@pytest.mark.parametrize("rule", ["leviathan", "block", "traversal"])
 def test_window_of_three(rule: str) -> None:
     """Block verification has inner prefixes on both sides only from gamma = 3."""
     case, gap = worst_case_gap(make_rule(rule), gamma=3)
@@ -107,7 +107,7 @@ def test_a_tree_without_drafts_is_one_autoregressive_step(rule: str) -> None:
     assert total_variation(output, verifier_law(table, 2)) < TOLERANCE
 
 
-@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer"])
+@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer", "traversal"])
 def test_a_window_may_be_shortened_by_what_is_known_before_its_tokens(rule: str) -> None:
     """The law has more rows than the draft has positions; its length depends on the prefix only."""
     case = lossless_cases(2)[0]
@@ -120,7 +120,7 @@ def test_a_window_may_be_shortened_by_what_is_known_before_its_tokens(rule: str)
     assert total_variation(output, verifier_law(case.verifier_table, 3)) < TOLERANCE
 
 
-@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer"])
+@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer", "traversal"])
 def test_unnormalised_float32_rows_use_the_law_that_is_drawn_from(rule: str) -> None:
     """float32 rows sum to 1 +- 1e-7; RandomSource normalises them, so the ratio has to do the same."""
     scaled = torch.tensor([[0.14, 0.05, 0.02]])

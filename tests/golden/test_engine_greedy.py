@@ -22,7 +22,7 @@ from specdiff2.types import Generation
 
 NUM_NEW, GAMMA = 24, 4
 PROMPT = [5, 9, 33, 7, 21]
-MULTI = ("specdiff2", "tree_match", "specinfer")
+MULTI = ("specdiff2", "tree_match", "specinfer", "traversal")
 DRAFTERS = {"right": PerfectDrafter, "wrong": WrongDrafter, "random": lambda v, g: RandomDrafter(v.vocab_size, g)}
 
 

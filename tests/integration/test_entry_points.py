@@ -11,39 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from entry_runs import ROOT, Options, evaluate_here, strict_json, train_here
 
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.runtime import build
-from specdiff2.runtime.config_schema import EvalConfig, TrainConfig
+from specdiff2.runtime.config_schema import EvalConfig
 from specdiff2.runtime.evaluation import evaluate
 from specdiff2.runtime.rebuild_report import main as rebuild_report
-from specdiff2.runtime.training import find_checkpoint, train
+from specdiff2.runtime.resume import find_checkpoint
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
-Options = dict[str, list[str]]
-
-
-def strict_json(path: Path) -> Any:
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{path} holds {name}")
-
-    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-
-
-def train_here(options: Options, run: Path, *overrides: str) -> Path:
-    cfg = build.load_config(ROOT / "conf", "train", [*options["train"], *overrides], run)
-    config = build.check(cfg, TrainConfig)
-    train(config, build.begin(config))
-    return run
-
-
-def evaluate_here(options: Options, run: Path, *overrides: str) -> Path:
-    cfg = build.load_config(ROOT / "conf", "eval", [*options["eval"], *overrides], run)
-    config = build.check(cfg, EvalConfig)
-    evaluate(config, build.begin(config))
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +97,7 @@ def test_prompt_shows_streaks(
     assert "\x1b[" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("sampler", ["specdiff", "tree_match", "leviathan", "block", "specinfer"])
+@pytest.mark.parametrize("sampler", ["specdiff", "tree_match", "leviathan", "block", "specinfer", "traversal"])
 def test_every_sampler_decodes_at_both_temperatures(
     trained: Path, tiny_options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str
 ) -> None:

@@ -27,7 +27,9 @@ def speculate(base: Any, *args: Any, **options: Any) -> torch.Tensor:
     return base.generate(*args, **{"custom_generate": speculative_generate, "drafter": DRAFTER, **options})
 
 
-@pytest.mark.parametrize("sampler", ["specdiff", "specdiff2", "tree_match", "leviathan", "block", "specinfer"])
+@pytest.mark.parametrize(
+    "sampler", ["specdiff", "specdiff2", "tree_match", "leviathan", "block", "specinfer", "traversal"]
+)
 def test_greedy_equals_generate(sampler: str) -> None:
     plain = model().generate(PROMPT, max_new_tokens=20, do_sample=False)
     assert torch.equal(speculate(model(), PROMPT, max_new_tokens=20, do_sample=False, sampler=sampler), plain)

@@ -67,7 +67,9 @@ def test_checkpoint_is_plain_trainable_only_and_strict(tmp_path, straight):
         resumable_run(tmp_path, 12, checkpoint=str(tmp_path / "renamed.ckpt"))
 
 
-@pytest.mark.parametrize("change", [{"shifted": True}, {"attention": "bidirectional"}, {"denoising_steps": 2}])
+@pytest.mark.parametrize(
+    "change", [{"shifted": True}, {"attention": "bidirectional"}, {"denoising_steps": 2}, {"markov_rank": 3}]
+)
 def test_a_checkpoint_of_another_window_layout_is_refused(change):
     _, drafter = make_drafter()
     recorded = signature_of(drafter)

@@ -15,9 +15,11 @@ from specdiff2.data.datamodule import RolloutDataModule
 from specdiff2.data.windows import WindowCollator
 from specdiff2.decoding.acceptance import make_rule
 from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.functional.streak import curves_from_sums
 from specdiff2.objectives import CrossEntropy, DPace, Mdm, ObjectiveSchedule, Stage, Streak, StreakCE, StreakExpected
 from specdiff2.rng import TorchRandomSource
-from specdiff2.training.callbacks import DecodingProbe
+from specdiff2.training.callbacks import DecodingProbe, StreakMonitor
+from specdiff2.training.callbacks.streak_monitor import batch_sums
 from specdiff2.training.module import DistillationModule
 from specdiff2.types import ConfigError, Draft, Rollout, SpecDiffError, WindowBatch
 
@@ -291,6 +293,52 @@ def test_decoding_probe_runs_the_real_decoder(tmp_path):
     make_trainer(tmp_path, max_steps=2, callbacks=[probe]).fit(module, batches(language([9]), language([9, 9])))
     assert [point["step"] for point in probe.history] == [1, 2]
     assert all(0 <= point["probe/mean_streak"] <= GAMMA and point["probe/tokens_per_s"] > 0 for point in probe.history)
+
+
+# ---------------------------------------------------------------- held-out windows in chunks
+
+
+class WholeOnly(nn.Module):
+    """A drafter that hides its states: the monitor asks for all logits at once."""
+
+    def __init__(self, drafter) -> None:
+        super().__init__()
+        self.drafter, self.gamma, self.draft_vocab_ids = drafter, drafter.gamma, drafter.draft_vocab_ids
+
+    def forward(self, batch):
+        return self.drafter(batch)
+
+    def to_draft_vocab(self, tokens):
+        return self.drafter.to_draft_vocab(tokens)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"shifted": True}, {"shifted": True, "conditioning": "verifier_kv", "markov_rank": 3}], ids=repr
+)
+def test_streak_monitor_reads_windows_in_chunks(changes, tmp_path, monkeypatch):
+    """The same curves as from all logits at once, and never more windows' logits than ``loss_chunk_windows``."""
+    verifier, drafter = make_drafter(draft_vocab_ids=list(range(50)), **changes)
+    if drafter.markov is not None:
+        with torch.no_grad():  # it starts at zero: a wrong predecessor would not show
+            drafter.markov.token_out.normal_(std=1.0, generator=torch.Generator().manual_seed(0))
+            drafter.context_input.anchor.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    batch = collate(language([9, 17, 6]))
+    assert batch.num_windows > 20 and not batch.valid.all()
+    whole = batch_sums(WholeOnly(drafter), batch, 7)
+    sizes = []
+    original = type(drafter).states_logits
+    monkeypatch.setattr(
+        type(drafter), "states_logits", lambda self, s, p: (sizes.append(len(s)), original(self, s, p))[1]
+    )
+    for chunk in (1, 7, 1000):
+        torch.testing.assert_close(batch_sums(drafter, batch, chunk), whole)
+        assert max(sizes) == min(chunk, batch.num_windows) and sum(sizes) == batch.num_windows
+        sizes.clear()
+    monitor = StreakMonitor(every_n_steps=1, batches=[batch])
+    module = make_module(CE, verifier=verifier, drafter=drafter, loss_chunk_windows=5)
+    make_trainer(tmp_path, max_steps=1, callbacks=[monitor]).fit(module, batches(language([4])))
+    curves = curves_from_sums(whole[0])
+    assert monitor.history[0]["val/streak"] == pytest.approx(curves.mean_streak, rel=1e-5) and max(sizes) == 5
 
 
 # ---------------------------------------------------------------- prefix loss

@@ -24,6 +24,7 @@ from specdiff2.decoding.selection import SelfSelection
 from specdiff2.evaluation.losslessness import enumerate_outcomes, total_variation, verifier_law
 from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.models.block_drafter import BlockDrafter
+from specdiff2.models.verifier import HFVerifier
 from specdiff2.protocols import Decoder, RandomSource
 from specdiff2.rng import TorchRandomSource
 from specdiff2.types import SamplingParams
@@ -89,7 +90,8 @@ def test_cases_1_and_5_tempered_laws_on_either_side(
     draft_law = logits_to_probs(torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log(), draft_sampling)
     decoder = make_decoder(
         verifier, TableDrafter(draft_law.tolist()), sampler=sampler, num_drafts=num_drafts,
-        verifier_sampling=verifier_sampling, draft_sampling=draft_sampling,
+        verifier_sampling=verifier_sampling,
+        draft_sampling=None if sampler == "tree" else draft_sampling,  # a grown tree draws nothing
     )  # fmt: skip
 
     def tempered(context: Tokens) -> Tensor:
@@ -117,17 +119,34 @@ def test_drafts_that_no_law_describes_are_lossless_under_rules_that_never_read_i
     assert total_variation(completion_law(decoder, 3), verifier_law(verifier.probs, 3, (0,))) < 1e-12
 
 
-@pytest.mark.parametrize("shifted", [False, True])
+KINDS = {
+    "plain": {"shifted": False},
+    "shifted": {"shifted": True},
+    "conditioned": {"shifted": True, "conditioning": "verifier_kv", "markov_rank": 2},
+}
+
+
+def real_drafter(verifier: HFVerifier, kind: str) -> BlockDrafter:
+    """Input and Markov head of a conditioned one start from zero: random numbers instead, so that they matter."""
+    drafter = BlockDrafter.from_verifier(verifier, num_layers=1, gamma=2, **KINDS[kind])
+    with torch.no_grad():
+        for part in (drafter.context_input, drafter.markov):
+            for parameter in part.parameters() if part is not None else ():
+                parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(parameter.numel()))
+    return drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("sampler", "num_drafts"), [("leviathan", 1), ("block", 1), ("specinfer", 2), ("tree_match", 2)]
+    ("sampler", "num_drafts"),
+    [("leviathan", 1), ("block", 1), ("specinfer", 2), ("traversal", 2), ("tree_match", 2), ("tree", 1)],
 )
-def test_real_models_keep_the_law(sampler: str, num_drafts: int, shifted: bool) -> None:
+def test_real_models_keep_the_law(sampler: str, num_drafts: int, kind: str) -> None:
     """HFVerifier and BlockDrafter with their caches, against plain forwards; float32, so within rounding."""
     verifier = tiny_verifier(vocab=2, seed=5)
-    drafter = BlockDrafter.from_verifier(verifier, num_layers=1, gamma=2, shifted=shifted)
     decoder = make_decoder(
-        verifier, drafter, sampler=sampler, num_drafts=num_drafts, verifier_sampling=T1,
-        draft_sampling=SamplingParams(0.8),
+        verifier, real_drafter(verifier, kind), sampler=sampler, num_drafts=num_drafts, verifier_sampling=T1,
+        draft_sampling=None if sampler == "tree" else SamplingParams(0.8),  # a grown tree draws nothing
     )  # fmt: skip
 
     def plain(context: Tokens) -> Tensor:

@@ -12,11 +12,11 @@ from specdiff2.types import ConfigError, NotLosslessError
 
 
 def test_registries() -> None:
-    assert set(RULES) == {"greedy", "tree_match", "leviathan", "block", "specinfer"}
+    assert set(RULES) == {"greedy", "tree_match", "leviathan", "block", "specinfer", "traversal"}
     assert all(make_rule(name).name == name for name in RULES)
     assert make_selector(None) is None
     assert isinstance(make_selector("self_selection"), SelfSelection)
-    with pytest.raises(ConfigError, match=r"rule='gredy'.*block, greedy, leviathan, specinfer, tree_match"):
+    with pytest.raises(ConfigError, match=r"rule='gredy'.*block, greedy, leviathan, specinfer, traversal, tree_match"):
         make_rule("gredy")
     with pytest.raises(ConfigError, match=r"selection='best'.*self_selection"):
         make_selector("best")
@@ -30,6 +30,8 @@ def test_registries() -> None:
         ("greedy", "self_selection", 8),
         ("tree_match", None, 8),
         ("specinfer", None, 8),
+        ("traversal", None, 1),
+        ("traversal", None, 4),
         ("leviathan", None, 1),
         ("block", None, 1),
     ],
@@ -44,10 +46,13 @@ def test_allowed(rule: str, selection: str | None, num_drafts: int) -> None:
         ("leviathan", "self_selection", 4, NotLosslessError, "greedy"),
         ("block", "self_selection", 4, NotLosslessError, "greedy"),
         ("specinfer", "self_selection", 4, ConfigError, "selection to null"),
+        ("traversal", "self_selection", 4, ConfigError, "selection to null"),
         ("tree_match", "self_selection", 4, ConfigError, "selection to null"),
         ("greedy", None, 2, ConfigError, "self_selection"),
         ("leviathan", None, 2, ConfigError, "specinfer"),
         ("block", None, 2, ConfigError, "K=1"),
+        ("block", None, 2, ConfigError, "traversal"),
+        ("traversal", None, 0, ConfigError, "K=0"),
         ("greedy", None, 0, ConfigError, "K=0"),
         ("tree_match", None, True, ConfigError, "integer"),
         ("tree_match", None, 1.5, ConfigError, "integer"),
@@ -74,7 +79,7 @@ class NoRandomness:
         return int(probs.argmax())
 
 
-@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer"])
+@pytest.mark.parametrize("rule", ["leviathan", "block", "specinfer", "traversal"])
 def test_ratio_rules_name_what_is_wrong_with_draft_probs(rule: str) -> None:
     tree, probs = TokenTree.from_chains(0, [[0, 0]]), torch.full((3, 2), 0.5)
     for draft_probs, message in (

@@ -26,7 +26,7 @@ def test_additive_mask_is_finite(dtype: torch.dtype):
 
 def test_tree_mask_sees_cache_ancestors_and_itself():
     tree = TokenTree.from_chains(2, CHAINS)
-    mask = tree_attention_mask(tree, 4, torch.float32)
+    mask = tree_attention_mask(torch.tensor(tree.parents), 4, torch.float32)
     assert mask.shape == (1, 1, tree.num_nodes, 4 + tree.num_nodes)
     for node in range(tree.num_nodes):
         seen, walker = set(range(4)), node

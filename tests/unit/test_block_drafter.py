@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import tiny_verifier
-from torch import Tensor
+from helpers import gap, make_batch, random_tokens, tiny_verifier
 
 from specdiff2.functional import window_masks
+from specdiff2.functional.previous_tokens import previous_tokens
 from specdiff2.functional.sampling import logits_to_probs
-from specdiff2.models import block_drafter as block_drafter_module
-from specdiff2.models import layer_stack
+from specdiff2.models import layer_stack, packed_forward
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.block_drafter_config import evenly_spaced
 from specdiff2.rng import TorchRandomSource
-from specdiff2.types import ConfigError, SamplingParams, WindowBatch
+from specdiff2.types import ConfigError, SamplingParams
 
 GAMMA = 4
 EXACT = 1e-5
@@ -32,30 +31,6 @@ def verifier():
 
 def make_drafter(verifier, **changes) -> BlockDrafter:
     return BlockDrafter.from_verifier(verifier, **{"num_layers": 3, "gamma": GAMMA, **changes})
-
-
-def make_batch(rows: list[list[int]], windows: list[tuple[int, int]], gamma: int = GAMMA, pad: int = 0) -> WindowBatch:
-    """Windows are (row, anchor); targets are the row's own tokens, where it has them."""
-    length = max(map(len, rows))
-    targets = [[rows[r][a + 1 + j] if a + 1 + j < len(rows[r]) else 0 for j in range(gamma)] for r, a in windows]
-    valid = [[a + 1 + j < len(rows[r]) for j in range(gamma)] for r, a in windows]
-    return WindowBatch(
-        input_ids=torch.tensor([row + [pad] * (length - len(row)) for row in rows]),
-        lengths=torch.tensor([len(row) for row in rows]),
-        window_row=torch.tensor([r for r, _ in windows]),
-        anchor=torch.tensor([a for _, a in windows]),
-        targets=torch.tensor(targets),
-        valid=torch.tensor(valid),
-        revealed=torch.zeros(len(windows), gamma, dtype=torch.bool),
-    )
-
-
-def random_tokens(count: int, seed: int = 0, vocab: int = 64) -> list[int]:
-    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def gap(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()
 
 
 # ---------------------------------------------------------------- training forward == decoding session
@@ -150,7 +125,7 @@ def test_mutants_change_the_logits(verifier, monkeypatch, mutant: str, attention
             allowed[0, 0, -1 if attention == "bidirectional" else layout.num_tokens, 6] = True
         return replace(layout, allowed=allowed, position_ids=positions)
 
-    monkeypatch.setattr(block_drafter_module, "window_layout", mutated)
+    monkeypatch.setattr(packed_forward, "window_layout", mutated)
     assert gap(drafter(batch), right) > 100 * EXACT
 
 
@@ -170,7 +145,7 @@ def test_prefix_never_sees_the_window(verifier) -> None:
 
     def outputs() -> Tensor:
         mask = torch.where(layout.allowed, 0.0, torch.finfo(torch.float32).min)
-        embeddings = drafter._packed_embeddings(batch, layout)
+        embeddings = packed_forward.packed_embeddings(drafter, batch, layout)
         return layer_stack.run_stack(drafter.stack, embeddings, mask, layout.position_ids, torch.arange(num_columns))
 
     with torch.no_grad():
@@ -493,15 +468,24 @@ def test_prefix_rows_are_first_positions_of_windows(verifier) -> None:
     rows = [random_tokens(14, 1), random_tokens(9, 2)]
     batch = make_batch(rows, [(0, 12), (1, 3), (1, 7)])
     batch = replace(batch, completion_start=torch.tensor([5, 3]))
-    windows, prefix, targets = drafter.forward_with_prefix(batch)
-    assert gap(windows, drafter(batch)) < EXACT
+    states, prefix_states, targets = drafter.window_and_prefix_states(batch)
+    assert gap(states, drafter.window_states(batch)) < EXACT
+    assert gap(drafter.states_logits(states, previous_tokens(batch)), drafter(batch)) < EXACT
+    prefix = drafter.token_logits(prefix_states)
     expected = [(0, a) for a in range(4, 13)] + [(1, a) for a in range(2, 8)]
     assert gap(prefix, drafter(make_batch(rows, expected))[:, 0]) < EXACT
     assert targets.tolist() == [rows[r][a + 1] for r, a in expected]
 
 
-@pytest.mark.parametrize("changes", [{"shifted": False}, {"shifted": True, "attention": "bidirectional"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shifted": False},
+        {"shifted": True, "attention": "bidirectional"},
+        {"shifted": True, "conditioning": "verifier_kv"},
+    ],
+)
 def test_prefix_loss_needs_a_shifted_causal_drafter(verifier, changes) -> None:
     batch = replace(make_batch([random_tokens(9)], [(0, 4)]), completion_start=torch.tensor([3]))
     with pytest.raises(ConfigError, match="prefix_loss_weight=0"):
-        make_drafter(verifier, **changes).forward_with_prefix(batch)
+        make_drafter(verifier, **changes).window_and_prefix_states(batch)

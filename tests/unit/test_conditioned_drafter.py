@@ -362,3 +362,41 @@ def test_candidates_are_the_law_on_a_short_list(monkeypatch, num_candidates: int
         full = law.log_probs(depth, previous)[:, drafter.to_draft_vocab(ids)]
         assert gap(log_probs, full.log_softmax(-1)) < EXACT
         assert set(ids.tolist()) == set(law.ids[law.base[depth].topk(len(ids)).indices].tolist())
+
+
+@pytest.mark.parametrize("markov_rank", [0, 3])
+def test_confidence_shortens_the_window_before_anything_is_drawn(markov_rank: int) -> None:
+    verifier = verifier_of()
+    drafter = conditioned(verifier, markov_rank=markov_rank)
+    row = random_tokens(9, 14, 60)
+    session = drafter.start(row, SAMPLED, 10, verifier.start(row, 10))
+    rows = session.law(GAMMA).given_argmax_chain()
+    path = rows.log_softmax(-1).amax(-1).cumsum(-1).exp().tolist()
+    for length in range(1, GAMMA + 1):
+        session.min_confidence = path[length - 1] * 0.999
+        lengths = {session.propose(GAMMA, 3, TorchRandomSource(i), needs_probs=True).tokens.shape[1] for i in range(9)}
+        assert lengths == {length}, "the same for every draw"
+    session.min_confidence = 0.999999
+    assert session.propose(GAMMA, 1, TorchRandomSource(0), needs_probs=True).draft_probs.shape == (1, 64)
+
+
+@pytest.mark.parametrize("sampler", ["block", "leviathan", "specdiff2", "traversal"])
+def test_a_shortened_window_keeps_greedy_decoding(sampler: str) -> None:
+    verifier = verifier_of(eos_ids=())
+    drafter = conditioned(verifier, markov_rank=2)
+    prompt = random_tokens(9, 7, 60)
+    plain = make_decoder(verifier, drafter, sampler=sampler, verifier_sampling=GREEDY)
+    short = make_decoder(verifier, drafter, sampler=sampler, verifier_sampling=GREEDY, min_confidence=0.01)
+    a, b = (d.generate(prompt, max_new_tokens=25, rng=TorchRandomSource(0)) for d in (plain, short))
+    assert a.tokens == b.tokens
+    assert sum(r.num_drafted for r in b.rounds) / len(b.rounds) < sum(r.num_drafted for r in a.rounds) / len(a.rounds)
+    assert short.describe() == {"min_confidence": 0.01}
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, True])
+def test_a_bad_confidence_is_refused(value) -> None:
+    verifier = verifier_of()
+    with pytest.raises(ConfigError, match="min_confidence"):
+        make_decoder(verifier, conditioned(verifier), sampler="block", min_confidence=value)
+    with pytest.raises(ConfigError, match="grown tree"):
+        make_decoder(verifier, conditioned(verifier), sampler="tree", num_nodes=9, min_confidence=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,8 @@ from torch import Tensor
 import specdiff2
 from specdiff2.decoding.acceptance import BlockRule, GreedyRule, LeviathanRule, TreeMatchRule
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
+from specdiff2.decoding.cost_measure import cost_key
+from specdiff2.decoding.cost_table import CostTable
 from specdiff2.decoding.engine import SpeculativeDecoder
 from specdiff2.decoding.loading import load_speculative_decoder
 from specdiff2.decoding.samplers import SAMPLERS, make_decoder
@@ -135,6 +138,74 @@ def test_case_33_tau_is_tokens_per_verifier_pass_bonus_included() -> None:
     tau = generation.num_tokens / num_rounds
     mean_streak = sum(record.num_accepted for record in generation.rounds) / num_rounds
     assert tau == mean_streak + 1 == 4
+
+
+# ---------------------------------------------------------------- grown trees
+def sharp_drafter(gamma: int = 3) -> FunctionDrafter:
+    """States the law that counts upwards from the last token, with some doubt at every position."""
+
+    def propose(context: list[int], gamma: int, num_drafts: int, rng: RandomSource) -> tuple[Tensor, Tensor]:
+        probs = torch.full((gamma, 16), 0.2 / 15, dtype=torch.float64)
+        probs[range(gamma), [(context[-1] + 1 + depth) % 16 for depth in range(gamma)]] = 0.8
+        return rng.chains(probs, num_drafts), probs
+
+    return FunctionDrafter(gamma, propose)
+
+
+def test_a_grown_tree_has_the_nodes_asked_for_and_the_window_is_its_depth() -> None:
+    decoder = make_decoder(counting(), sharp_drafter(), sampler="tree", num_nodes=9)
+    rounds = decoder.generate([0], max_new_tokens=11).rounds
+    assert [(r.num_drafted, r.num_accepted, r.num_nodes) for r in rounds] == [(3, 3, 10), (3, 3, 10), (2, 2, 10)]
+
+
+def test_gamma_shortens_a_grown_tree() -> None:
+    decoder = make_decoder(counting(), sharp_drafter(), sampler="tree", num_nodes=5, gamma=2)
+    assert [r.num_drafted for r in decoder.generate([0], max_new_tokens=6).rounds] == [2, 2]
+
+
+def test_no_draft_is_made_for_the_last_token() -> None:
+    decoder = make_decoder(counting(), sharp_drafter(), sampler="tree")
+    (record,) = decoder.generate([0], max_new_tokens=1).rounds
+    assert (record.num_drafted, record.num_nodes) == (0, 1)
+
+
+def test_auto_uses_the_costs_that_the_folder_holds(tmp_path: Path) -> None:
+    """Free nodes: as many as allowed. Nodes that cost more than they bring: none, and the window that counts is 0."""
+    verifier, drafter = counting(), sharp_drafter()
+    key = cost_key(verifier, drafter, 3)
+    expected = {0.0: (3, 21), 0.2: (3, 4), 9.0: (0, 1)}
+    for slope, (num_drafted, num_nodes) in expected.items():
+        table = CostTable.from_medians(key, draft_s=0.0, other_s=0.0, verify_s={1: 1.0, 2: 1.0 + slope})
+        table.save(tmp_path / key.file_name)
+        decoder = make_decoder(verifier, drafter, sampler="tree", num_nodes="auto", max_nodes=20, cost_folder=tmp_path)
+        record = decoder.generate([0], max_new_tokens=12).rounds[0]
+        assert (record.num_drafted, record.num_nodes) == (num_drafted, num_nodes), slope
+        described = {"num_nodes": "auto", "max_nodes": 20, "tree_temperature": 1.0}
+        assert decoder.describe() == described | {"lookup_tokens": 0, "lookup_ngram": 3}
+
+
+def test_the_estimate_of_auto_ignores_the_tree_temperature(tmp_path: Path) -> None:
+    """Only the order of the nodes follows it: a hot tree of this law is wider, and as worthless beyond its chain."""
+    verifier, drafter = counting(), sharp_drafter()
+    key = cost_key(verifier, drafter, 3)
+    CostTable.from_medians(key, draft_s=0.0, other_s=0.0, verify_s={1: 1.0, 2: 1.2}).save(tmp_path / key.file_name)
+    for temperature in (0.5, 1.0):
+        decoder = make_decoder(
+            verifier, drafter, sampler="tree", num_nodes="auto", tree_temperature=temperature, cost_folder=tmp_path
+        )
+        assert decoder.generate([0], max_new_tokens=12).rounds[0].num_nodes == 4
+
+
+def test_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDIFF2_CACHE", str(tmp_path))
+    verifier = tiny_verifier()
+    options = {"sampler": "tree", "tree_temperature": 0.7}
+    auto = SpeculativeDecoder.from_pretrained(verifier, RandomDrafter(64, 3), num_nodes="auto", **options)
+    assert [path.parent.name for path in tmp_path.rglob("*.json")] == ["costs"]
+    fixed = SpeculativeDecoder.from_pretrained(verifier, RandomDrafter(64, 3), num_nodes=7, **options)
+    expected = AutoregressiveDecoder(verifier, sampling=GREEDY).generate([1, 2], max_new_tokens=6).tokens
+    for decoder in (auto, fixed):
+        assert decoder.generate([1, 2], max_new_tokens=6).tokens == expected
 
 
 # ---------------------------------------------------------------- ends
@@ -376,6 +447,22 @@ def test_stop_ids_inside_a_window_end_the_output(sampler: str) -> None:
         (Script([1, 2], 16), {"sampler": "leviathan", "num_drafts": 4}, ConfigError, "K=4"),
         (Script([1, 2], 16), {"gamma": 3}, ConfigError, "gamma=3"),
         ("/nowhere/drafter", {}, CorruptFileError, "/nowhere/drafter"),
+        (
+            Script([1, 2], 16),
+            {"sampler": "tree", "num_nodes": 1},
+            ConfigError,
+            "num_nodes=1: expected at least gamma=2",
+        ),
+        (Script([1, 2], 16), {"sampler": "tree", "num_nodes": "all"}, ConfigError, "num_nodes='all'"),
+        (Script([1, 2], 16), {"sampler": "tree", "num_nodes": True}, ConfigError, "num_nodes=True"),
+        (Script([1, 2], 16), {"sampler": "tree", "tree_temperature": 0.0}, ConfigError, "tree_temperature=0.0"),
+        (Script([1, 2], 16), {"sampler": "tree", "num_nodes": "auto", "max_nodes": 1}, ConfigError, "max_nodes=1"),
+        (Script([1, 2], 16), {"sampler": "tree", "num_drafts": 4}, ConfigError, "K=4 with num_nodes"),
+        (Script([1, 2], 16), {"sampler": "tree", "draft_temperature": 0.5}, ConfigError, "tree_temperature"),
+        (Script([1, 2], 16), {"sampler": "specdiff2", "num_nodes": 16}, ConfigError, r"num_nodes=16.*specdiff2.*tree"),
+        (Script([1, 2], 16), {"sampler": "tree_match", "num_nodes": "auto"}, ConfigError, "num_nodes='auto'"),
+        (Script([1, 2], 16), {"tree_temperature": 0.5}, ConfigError, "tree_temperature=0.5"),
+        (Script([1, 2], 16), {"max_nodes": 9}, ConfigError, "max_nodes=9"),
     ],
 )
 def test_what_needs_no_model_is_refused_before_the_verifier_loads(

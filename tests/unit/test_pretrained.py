@@ -197,10 +197,24 @@ def test_config_values_are_checked_at_load(verifier, saved: Path) -> None:
 
 def test_a_future_format_is_refused(verifier, saved: Path) -> None:
     path = saved / "config.json"
-    text = path.read_text(encoding="utf-8").replace('"format_version": 1', '"format_version": 2')
+    text = path.read_text(encoding="utf-8").replace('"format_version": 2', '"format_version": 3')
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(MismatchError, match="format_version=2"):
+    with pytest.raises(MismatchError, match="format_version=3, expected 2"):
         load_drafter(saved, verifier)
+
+
+def test_a_config_from_before_conditioning_loads_with_its_defaults(drafter, verifier, saved: Path) -> None:
+    path = saved / "config.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("conditioning", "feature_layers", "markov_rank"):
+        del record["drafter"][key]
+    path.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(CorruptFileError, match="conditioning, feature_layers, markov_rank"):  # version 2 has them
+        load_drafter(saved, verifier)
+    path.write_text(json.dumps(record | {"format_version": 1}), encoding="utf-8")
+    loaded = load_drafter(saved, verifier)
+    assert (loaded.config.conditioning, loaded.config.feature_layers, loaded.config.markov_rank) == ("none", [], 0)
+    assert loaded.config == drafter.config and torch.equal(draft_law(loaded), draft_law(drafter))
 
 
 # ---------------------------------------------------------------- saving is all or nothing

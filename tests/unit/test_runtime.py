@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import Tab, byte_tokenizer, tiny_verifier
+from helpers import RandomDrafter, Tab, byte_tokenizer, tiny_verifier
 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.objectives import CrossEntropy, Streak
@@ -165,11 +165,43 @@ def test_sampler_settings_choose_the_drafter_law() -> None:
         (ConfigError, {"rule": "greedy", "temperature": -1.0}),
         (ConfigError, {"rule": "greedy", "selection": "luck"}),
         (NotLosslessError, {"rule": "block", "selection": "self_selection", "K": 4}),
+        (ConfigError, {"rule": "tree_match", "num_nodes": 0}),
+        (ConfigError, {"rule": "tree_match", "num_nodes": 32, "K": 8}),
+        (ConfigError, {"rule": "tree_match", "num_nodes": 32, "temperature": 0.5}),
+        (ConfigError, {"rule": "tree_match", "num_nodes": 32, "top_k": 5}),
+        (ConfigError, {"rule": "tree_match", "num_nodes": 32, "tree_temperature": 0.0}),
+        (ConfigError, {"rule": "tree_match", "tree_temperature": 0.5}),
+        (ConfigError, {"rule": "specinfer", "num_nodes": 32}),
+        (ConfigError, {"rule": "greedy", "num_nodes": 32}),
     ],
 )
 def test_sampler_settings_refuse_what_cannot_work(error: type[Exception], values: dict) -> None:
     with pytest.raises(error):
         SamplerSettings(name="x", drafter="d", **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"num_nodes": 7, "gamma": 8}, r"num_nodes=7: expected at least gamma=8"),
+        ({"num_nodes": "auto", "max_nodes": 7, "gamma": 8}, r"max_nodes=7: expected at least gamma=8"),
+    ],
+)
+def test_a_tree_without_room_for_its_argmax_chain_is_refused_by_key(values: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        SamplerSettings(name="x", rule="tree_match", drafter="d", **values)
+
+
+def test_sampler_settings_make_a_decoder_with_a_grown_tree(tmp_path: Path) -> None:
+    settings = SamplerSettings(
+        "x", "tree_match", "d", num_nodes="auto", tree_temperature=0.7, cost_folder=str(tmp_path)
+    )
+    decoder = settings.make(tiny_verifier(), RandomDrafter(64, 3))
+    described = {"num_nodes": "auto", "max_nodes": 64, "tree_temperature": 0.7}
+    assert decoder.describe() == described | {"lookup_tokens": 0, "lookup_ngram": 3}
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    plain = SamplerSettings("x", "greedy", "d").make(tiny_verifier(), RandomDrafter(64, 3))
+    assert plain.describe() == {} and plain.drafting.growth is None
 
 
 def test_schedule_of_share_steps_or_neither() -> None:

@@ -169,12 +169,14 @@ def test_settings_are_compared_with_the_checkpoint(tmp_path: Path, caplog: pytes
 
 def test_curves_up_to_the_checkpoint_are_continued(tmp_path: Path) -> None:
     checkpoint = resume.read_checkpoint(write_checkpoint(tmp_path / "old"))
-    rows = "epoch,step,train/loss\n" + "".join(f"0,{step},{step}.5\n" for step in range(10))
+    # evaluations count the steps done, losses are counted from 0: that of row 6 comes after the checkpoint
+    rows = "epoch,step,train/loss,val/streak\n" + "".join(f"0,{s},,{s}.1\n0,{s},{s}.5,\n" for s in range(10))
     (tmp_path / "old/metrics.csv").write_text(rows, encoding="utf-8")
     (tmp_path / "new").mkdir()
     resume.continue_curves(checkpoint, tmp_path / "new")
     lines = (tmp_path / "new/metrics.csv").read_text(encoding="utf-8").split()
-    assert lines[0] == "epoch,step,train/loss" and lines[-1] == "0,6,6.5" and len(lines) == 8
+    assert lines[0] == "epoch,step,train/loss,val/streak"
+    assert lines[-3:] == ["0,5,,5.1", "0,5,5.5,", "0,6,,6.1"] and len(lines) == 1 + 13
     resume.continue_curves(checkpoint, tmp_path / "old")  # the same folder keeps what it has
     assert (tmp_path / "old/metrics.csv").read_text(encoding="utf-8") == rows
 

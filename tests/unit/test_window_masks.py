@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdiff2.functional.window_masks import decode_mask, packed_window_mask, rank_in_row, window_layout
+from specdiff2.functional.window_masks import (
+    context_layout,
+    decode_mask,
+    packed_window_mask,
+    rank_in_row,
+    window_layout,
+)
 from specdiff2.types import ConfigError
 
 LENGTHS = torch.tensor([9, 6])
 WINDOW_ROW = torch.tensor([0, 1, 0, 1, 0])
 ANCHOR = torch.tensor([3, 0, 7, 5, 3])
+NONE = torch.zeros(0, dtype=torch.long)
 
 
 def naive_causal_mask(num_tokens: int, anchors: list[int], num_slots: int) -> list[list[bool]]:
@@ -63,6 +70,58 @@ def test_bidirectional_mask_shows_prefix_and_window_only() -> None:
         assert layout.allowed[window, 0, 0].tolist() == expected
 
 
+# ---------------------------------------------------------------- windows behind given keys
+def naive_context_mask(num_tokens: int, anchors: list[int], gamma: int) -> list[list[bool]]:
+    """One packed row: every column of every window against the given keys, then against all columns."""
+    columns = [(anchor, window) for window, anchor in enumerate(anchors) for _ in range(gamma)]
+    return [
+        [token < anchor for token in range(num_tokens)] + [window == other for _, other in columns]
+        for anchor, window in columns
+    ]
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_context_layout_equals_naive(gamma: int) -> None:
+    layout = context_layout(WINDOW_ROW, ANCHOR, gamma, num_rows=2, num_tokens=9)
+    assert layout.num_tokens == 9 and layout.source_row.tolist() == [0, 1]
+    anchors = {0: [3, 7, 3], 1: [0, 5, -1]}  # row 1 has a place without a window; anchor 0 sees its own window only
+    for row, row_anchors in anchors.items():
+        assert layout.allowed[row, 0].tolist() == naive_context_mask(9, row_anchors, gamma)
+        assert layout.position_ids[row].tolist() == [max(a, 0) + j for a in row_anchors for j in range(gamma)]
+    assert layout.allowed.any(-1).all(), "an empty softmax row would be NaN"
+
+
+def test_context_windows_are_read_where_they_stand() -> None:
+    gamma = 3
+    layout = context_layout(WINDOW_ROW, ANCHOR, gamma, num_rows=2, num_tokens=9)
+    assert torch.equal(layout.read_index, layout.slot_index), "every column predicts the token after it"
+    positions, num_columns = layout.position_ids.flatten(), layout.position_ids.shape[1]
+    assert torch.equal(positions[layout.read_index], ANCHOR[:, None] + torch.arange(gamma))
+    assert torch.equal(layout.read_index // num_columns, WINDOW_ROW[:, None].expand(-1, gamma))
+    assert layout.read_index.unique().numel() == layout.read_index.numel(), "no two windows share a column"
+
+
+def test_a_row_without_windows_keeps_its_place() -> None:
+    layout = context_layout(torch.tensor([2, 2]), torch.tensor([1, 4]), 2, num_rows=3, num_tokens=5)
+    assert layout.position_ids.shape == (3, 4) and layout.allowed.shape == (3, 1, 4, 9)
+    assert layout.read_index.tolist() == [[8, 9], [10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"gamma": 0}, "gamma=0"),
+        ({"anchor": torch.tensor([3, 0, 7, 9, 3])}, "anchor=9 of window 3"),
+        ({"anchor": torch.tensor([3, 0, 7, 5, -1])}, "anchor=-1 of window 4"),
+        ({"window_row": NONE, "anchor": NONE}, "0 windows"),
+    ],
+)
+def test_bad_context_windows_are_refused(changes: dict, names: str) -> None:
+    values = {"window_row": WINDOW_ROW, "anchor": ANCHOR, "gamma": 2, "num_rows": 2, "num_tokens": 9, **changes}
+    with pytest.raises(ConfigError, match=names):
+        context_layout(**values)
+
+
 def test_rank_in_row() -> None:
     assert rank_in_row(torch.tensor([0, 0, 1, 0, 3, 1])).tolist() == [0, 1, 0, 2, 0, 1]
 
@@ -91,6 +150,5 @@ def test_bad_input_is_refused(changes: dict, names: str) -> None:
 
 
 def test_no_window_is_refused() -> None:
-    none = torch.zeros(0, dtype=torch.long)
     with pytest.raises(ConfigError, match="0 windows"):
-        window_layout(LENGTHS, none, none, 2)
+        window_layout(LENGTHS, NONE, NONE, 2)

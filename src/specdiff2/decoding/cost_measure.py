@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from specdiff2.decoding.cost_table import NODE_COUNTS, CostKey, CostTable
+from specdiff2.decoding.engine import start_drafter
 from specdiff2.decoding.probs import ProbsBuffer
 from specdiff2.decoding.timing import Stopwatch
 from specdiff2.decoding.tree_growth import draft_law
@@ -115,7 +116,7 @@ def _measure_rounds(
     prompt = [index % verifier.vocab_size for index in range(num_prompt_tokens)]
     room = len(node_counts) + gamma + 1
     session = verifier.start(prompt, room)
-    drafter_session = drafter.start(prompt, SamplingParams(), room)
+    drafter_session = start_drafter(drafter, prompt, SamplingParams(), room, session)
     to_probs = ProbsBuffer(sampling)
     watch = Stopwatch(getattr(verifier, "device", None))
     root, laps = prompt[-1], []

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from specdiff2.decoding.acceptance import check_combination
+from specdiff2.decoding.greedy_law import draw
 from specdiff2.decoding.probs import ProbsBuffer
 from specdiff2.decoding.prompting import Prompt, prompt_ids
 from specdiff2.decoding.stopping import Completion, OnTokens
@@ -28,6 +27,7 @@ from specdiff2.protocols import (
     Drafter,
     DrafterSession,
     DraftLaw,
+    NodeProbs,
     RandomSource,
     Selector,
     Verifier,
@@ -56,6 +56,7 @@ class Drafting:
     num_drafts: int
     sampling: SamplingParams
     growth: TreeGrowth | None = None
+    min_confidence: float = 0.0
 
 
 def decode(
@@ -104,12 +105,32 @@ def decode(
     return Generation(completion.tokens, rounds, completion.reason(), completion.text(), prefill_s, decode_s)
 
 
-def _start(drafting: Drafting, prompt: Sequence[int], max_new_tokens: int, session: VerifierSession) -> DrafterSession:
+def start_drafter(
+    drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int, session: VerifierSession
+) -> DrafterSession:
     """The drafter's session; a conditioned drafter reads the verifier's."""
-    if getattr(drafting.drafter, "needs_verifier_session", False):
-        conditioned = cast(ConditionedDrafter, drafting.drafter)
-        return conditioned.start(prompt, drafting.sampling, max_new_tokens, verifier_session=session)
-    return drafting.drafter.start(prompt, drafting.sampling, max_new_tokens)
+    if getattr(drafter, "needs_verifier_session", False):
+        conditioned = cast(ConditionedDrafter, drafter)
+        return conditioned.start(prompt, sampling, max_new_tokens, verifier_session=session)
+    return drafter.start(prompt, sampling, max_new_tokens)
+
+
+def _start(drafting: Drafting, prompt: Sequence[int], max_new_tokens: int, session: VerifierSession) -> DrafterSession:
+    """The drafter's session, told when to shorten its window.
+
+    Raises:
+        ConfigError: ``min_confidence`` for a drafter that cannot shorten its window.
+    """
+    drafter = drafting.drafter
+    started = start_drafter(drafter, prompt, drafting.sampling, max_new_tokens, session)
+    if drafting.min_confidence > 0.0:
+        if not hasattr(started, "min_confidence"):
+            raise ConfigError(
+                f"min_confidence={drafting.min_confidence} with drafter {type(drafter).__name__}, which cannot shorten "
+                "its window; use 0, or a BlockDrafter"
+            )
+        started.min_confidence = drafting.min_confidence
+    return started
 
 
 def _decode_rounds(
@@ -127,11 +148,11 @@ def _decode_rounds(
     rounds = []
     while completion.stop_reason is None:
         proposal = _propose(drafting, drafter, completion.num_left - 1, rng)
-        draft_s = watch.lap()
+        watch.mark()
         tree = _tree(grow, proposal, root)
-        tree_s = watch.lap()
+        watch.mark()
         logits = session.score(tree)
-        verify_s = watch.lap()
+        watch.mark()
         accepted = _accept(drafting, proposal, tree, to_probs(logits), rng)
         new_tokens = [tree.tokens[node] for node in accepted.path] + [accepted.next_token]
         num_kept = completion.push(new_tokens)
@@ -139,7 +160,8 @@ def _decode_rounds(
             _commit(session, drafter, grow, accepted, new_tokens)
         root = accepted.next_token
         record = _record(tree, accepted, num_kept)
-        record.draft_s, record.verify_s, record.other_s = draft_s, verify_s, tree_s + watch.lap()
+        record.draft_s, tree_s, record.verify_s, rest_s = watch.laps()
+        record.other_s = tree_s + rest_s
         rounds.append(record)
     return rounds
 
@@ -170,12 +192,12 @@ def _accept(
     drafting: Drafting | None,
     proposal: Draft | DraftLaw | None,
     tree: TokenTree,
-    verifier_probs: Float[Tensor, "node vocab"],
+    verifier_probs: NodeProbs,
     rng: RandomSource,
 ) -> Acceptance:
     """Let the rule walk the tree, cut down to the selected chain where there is a selector."""
     if drafting is None or proposal is None:
-        return Acceptance([], rng.categorical(verifier_probs[0]))
+        return Acceptance([], draw(verifier_probs, 0, rng))
     if drafting.selector is not None:
         tree = tree.select(drafting.selector(tree, verifier_probs))
     draft_probs = proposal.draft_probs if isinstance(proposal, Draft) else None
@@ -220,6 +242,7 @@ class SpeculativeDecoder:
         verifier_sampling: SamplingParams | None = None,
         draft_sampling: SamplingParams | None = None,
         growth: TreeGrowth | None = None,
+        min_confidence: float = 0.0,
         name: str = "specdiff2",
     ) -> None:
         """
@@ -229,6 +252,7 @@ class SpeculativeDecoder:
             verifier_sampling: the law to follow; None means the verifier's own setting.
             draft_sampling: the law drafts are drawn from; None means the drafter's untempered law.
             growth: grow a tree from the drafter's law instead of drawing K drafts.
+            min_confidence: end drafts before the probability of the drafter's argmax chain falls below this; 0 never.
 
         Raises:
             ConfigError: ``gamma`` outside 1 .. ``drafter.gamma``, a K that the rule cannot use, or a grown tree that
@@ -245,7 +269,11 @@ class SpeculativeDecoder:
         self.verifier = verifier
         self.name = name
         self.sampling = own_sampling(verifier) if verifier_sampling is None else verifier_sampling
-        self.drafting = Drafting(drafter, rule, selector, gamma, num_drafts, draft_sampling or SamplingParams(), growth)
+        check_confidence(min_confidence, growth)
+        draft_sampling = draft_sampling or SamplingParams()
+        self.drafting = Drafting(
+            drafter, rule, selector, gamma, num_drafts, draft_sampling, growth, float(min_confidence)
+        )
 
     @classmethod
     def from_pretrained(
@@ -257,8 +285,9 @@ class SpeculativeDecoder:
         return load_speculative_decoder(verifier, drafter, **options)
 
     def describe(self) -> dict[str, Any]:
-        """Settings of the grown tree, for the fingerprint of records; empty where drafts are drawn."""
-        return {} if self.drafting.growth is None else asdict(self.drafting.growth.settings)
+        """Settings beyond the common ones, for the fingerprint of records."""
+        settings = {} if self.drafting.growth is None else asdict(self.drafting.growth.settings)
+        return settings | ({"min_confidence": self.drafting.min_confidence} if self.drafting.min_confidence else {})
 
     def generate(
         self,
@@ -310,3 +339,11 @@ def window_length(gamma: int | None, drafter_gamma: int) -> int:
     if isinstance(gamma, bool) or not isinstance(gamma, int) or not 1 <= gamma <= drafter_gamma:
         raise ConfigError(f"gamma={gamma!r}: expected an integer from 1 to the drafter's {drafter_gamma}")
     return gamma
+
+
+def check_confidence(min_confidence: float, growth: TreeGrowth | None = None) -> None:
+    """Raises ConfigError: not in 0 <= x < 1, or given for a grown tree, which has ``num_nodes=auto`` for that."""
+    if isinstance(min_confidence, bool) or not 0.0 <= min_confidence < 1.0:
+        raise ConfigError(f"min_confidence={min_confidence!r}: expected 0 <= min_confidence < 1; 0 never shortens")
+    if growth is not None and min_confidence > 0.0:
+        raise ConfigError(f"min_confidence={min_confidence} with a grown tree: expected 0; use num_nodes=auto")

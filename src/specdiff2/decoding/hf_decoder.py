@@ -121,6 +121,8 @@ class HFDecoder:
     def describe(self) -> dict[str, Any]:
         """For the fingerprint of records."""
         own = {"kind": self.options.kind, "transformers": transformers.__version__, **self.options.of_kind()}
+        # transformers' own loop never uses compiled passes
+        own["verifier_runtime_mode"] = "packed" if self.verifier.num_packed else "eager"
         return own if self.assistant is None else {**own, "assistant": self.assistant.fingerprint}
 
     def generate(

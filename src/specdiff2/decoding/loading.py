@@ -28,6 +28,7 @@ def load_speculative_decoder(
     tree_temperature: float | None = None,
     lookup_tokens: int | None = None,
     lookup_ngram: int | None = None,
+    min_confidence: float = 0.0,
     cost_folder: str | Path | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -49,6 +50,7 @@ def load_speculative_decoder(
             ``"auto"``, the limit of the latter, and the temperature nodes are chosen by.
         lookup_tokens, lookup_ngram: longest chain copied from the text so far into a grown tree (0: none), and the
             longest suffix that is looked up for it.
+        min_confidence: end drafts before the probability of the drafter's argmax chain falls below this; 0 never.
         cost_folder: keeps the cost tables that ``num_nodes="auto"`` measures; None means ``costs`` in the cache
             folder of converted verifiers (``$SPECDIFF2_CACHE``).
         temperature, top_k, top_p: the verifier's law; temperature 0 is greedy decoding.
@@ -80,6 +82,7 @@ def load_speculative_decoder(
         tree_temperature=tree_temperature,
         lookup_tokens=lookup_tokens,
         lookup_ngram=lookup_ngram,
+        min_confidence=min_confidence,
         cost_folder=default_cost_folder() if cost_folder is None else cost_folder,
         verifier_sampling=verifier_sampling,
         draft_sampling=draft_sampling,

@@ -117,6 +117,7 @@ def make_decoder(
     lookup_tokens: int | None = None,
     lookup_ngram: int | None = None,
     cost_folder: str | Path | None = None,
+    min_confidence: float = 0.0,
     verifier_sampling: SamplingParams | None = None,
     draft_sampling: SamplingParams | None = None,
     name: str | None = None,
@@ -130,6 +131,7 @@ def make_decoder(
         num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram: of a grown tree; see
             ``tree_growth.GrowthSettings``.
         cost_folder: for ``num_nodes="auto"``; see ``make_growth``.
+        min_confidence: see ``SpeculativeDecoder``.
 
     Raises:
         ConfigError: unknown sampler, or a setting that it has no use for; see ``SpeculativeDecoder`` for the rest.
@@ -154,6 +156,7 @@ def make_decoder(
             grown, verifier, drafter, gamma=gamma, verifier_sampling=verifier_sampling, cost_folder=cost_folder
         ),
         gamma=gamma,
+        min_confidence=min_confidence,
         verifier_sampling=verifier_sampling,
         name=sampler if name is None else name,
     )

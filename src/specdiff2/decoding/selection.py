@@ -6,11 +6,8 @@ lossless under a rule that does not read draft_probs.
 
 from __future__ import annotations
 
-from jaxtyping import Float
-from torch import Tensor
-
 from specdiff2.functional.speculative import chain_streaks
-from specdiff2.protocols import Selector
+from specdiff2.protocols import NodeProbs, Selector
 from specdiff2.tree import TokenTree
 from specdiff2.types import ConfigError
 
@@ -20,7 +17,7 @@ class SelfSelection:
 
     name = "self_selection"
 
-    def __call__(self, tree: TokenTree, verifier_probs: Float[Tensor, "node vocab"]) -> int:
+    def __call__(self, tree: TokenTree, verifier_probs: NodeProbs) -> int:
         """Raises ConfigError when the tree has no chain."""
         if not tree.chain_nodes:
             raise ConfigError("self_selection got a tree without chains, expected at least 1; skip selection there")

@@ -60,12 +60,12 @@ class GrowthSettings:
         for name, value, least in (("lookup_tokens", self.lookup_tokens, 0), ("lookup_ngram", self.lookup_ngram, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r}: expected an integer >= {least}")
-        for name, value in (("num_nodes", self.num_nodes), ("max_nodes", self.max_nodes)):
-            if name == "num_nodes" and value == "auto":
+        for name, count in (("num_nodes", self.num_nodes), ("max_nodes", self.max_nodes)):
+            if name == "num_nodes" and count == "auto":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 other = ", or 'auto'" if name == "num_nodes" else ""
-                raise ConfigError(f"{name}={value!r}: expected an integer >= 1{other}")
+                raise ConfigError(f"{name}={count!r}: expected an integer >= 1{other}")
         temperature = self.tree_temperature
         is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
         if not (is_number and math.isfinite(temperature) and temperature > 0):

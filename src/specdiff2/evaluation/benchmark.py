@@ -97,6 +97,11 @@ class Benchmark:
         self._check_prompts()
         self._check_temperatures()
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._prompt_ids))
+
     def run(self, folder: Path | str) -> Path:
         """Decode what ``folder/records.jsonl`` lacks; returns its path. A decoder's error propagates, and
         everything measured before it stays on disk, so that a second call continues.
@@ -182,6 +187,7 @@ class Benchmark:
             answer=prompt.answer,
             pieces=token_pieces(tokenizer, generation.tokens) if is_sample else None,
             warmup=warmup,
+            runtime=settings.get("verifier_runtime_mode"),
         )
 
     def _encode(self, prompt: BenchmarkPrompt) -> list[int]:

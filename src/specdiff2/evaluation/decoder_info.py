@@ -42,7 +42,7 @@ def describe_decoder(decoder: Decoder) -> dict[str, Any]:
         digest = model_digest(model)
         if digest is not None:
             described[key] = digest
-    for key in ("dtype", "device"):  # the same weights round, and run, differently
+    for key in ("dtype", "device", "runtime_mode"):  # the same weights round, and run, differently
         value = getattr(getattr(decoder, "verifier", None), key, None)
         if value is not None:
             described[f"verifier_{key}"] = str(value).removeprefix("torch.")

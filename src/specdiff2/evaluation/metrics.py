@@ -11,7 +11,7 @@ Definitions (all pooled over rounds, then divided; never a mean of means):
                    mean_streak + 1 where the last round of an output was cut and had no bonus token
     overhead       other seconds / (draft + verify + other)
 
-A quantity without data is None (null), never NaN.
+A quantity without data is None (null), never NaN: a decoder that does not tell its rounds has no streak and no tau.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def _row(
         "temperature": first.temperature,
         "gamma": first.gamma,
         "num_drafts": first.num_drafts,
+        "runtime": first.runtime,
         "num_prompts": len(group),
         "num_tokens": num_tokens,
         "decode_s": decode_s,
@@ -129,7 +130,7 @@ def _streak(group: Sequence[Record], options: BootstrapOptions) -> dict[str, Any
     accepted, num_rounds = zip(*accepted_and_rounds(group), strict=True)
     curves = position_curves(rounds, group[0].gamma if any(r.num_drafted for r in rounds) else 0)
     return {
-        "num_rounds": len(rounds),
+        "num_rounds": len(rounds) if rounds or not any(record.tokens for record in group) else None,
         "mean_streak": ratio(sum(r.num_accepted for r in rounds), len(rounds)),
         "mean_streak_ci": _listed(ratio_interval(accepted, num_rounds, options)),
         "tau": ratio(sum(r.num_committed for r in rounds), len(rounds)),
@@ -248,7 +249,7 @@ def _check_unique(method: str, group: Sequence[Record]) -> None:
 
 def _check_counts(record: Record) -> None:
     committed = sum(r.num_committed for r in record.rounds)
-    if committed != len(record.tokens):
+    if record.rounds and committed != len(record.tokens):
         raise CorruptFileError(
             f"prompt {record.prompt_id!r}, method {record.method!r}: rounds committed {committed} tokens, the output "
             f"has {len(record.tokens)}: expected equal numbers (nothing after EOS counts); the decoder miscounts"

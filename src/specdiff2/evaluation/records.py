@@ -26,10 +26,12 @@ class Record:
 
     Attributes:
         seed: the benchmark's seed; the generation's own is ``benchmark.prompt_seed(seed, prompt_index)``.
-        rounds: verifier passes after the prefill; each is one forward pass of the verifier.
+        rounds: verifier passes after the prefill; each is one forward pass of the verifier. Empty where the decoder
+            does not tell them.
         order: place of this method among the methods that decoded this prompt (0 ran first).
         warmup: decoded to warm caches and clocks up; never counted.
         pieces: text of each token, stored for a few samples only.
+        runtime: how the verifier's passes ran: eager, packed or compiled; None where the decoder does not tell.
     """
 
     method: str
@@ -52,6 +54,7 @@ class Record:
     answer: str | None = None
     pieces: list[str] | None = None
     warmup: bool = False
+    runtime: str | None = None
 
     def to_json(self) -> str:
         """One line of strict JSON, without the line break. Unset optional keys are left out."""

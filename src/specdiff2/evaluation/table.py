@@ -19,6 +19,10 @@ _LABELS = {
     "leviathan": "Leviathan",
     "block": "Block verification",
     "specinfer": "SpecInfer",
+    "hf_generate": "HF generate",
+    "hf_prompt_lookup": "HF prompt lookup",
+    "hf_assisted": "HF assisted",
+    "traversal": "Traversal",
 }
 MEASURED = ("tokens/s", "speed-up", "95% CI", "mean streak", "tau", "draft ms", "verify ms", "other ms")
 COLUMNS = ("method", "K", *MEASURED)

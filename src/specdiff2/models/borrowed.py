@@ -49,11 +49,11 @@ class BorrowedEmbeddings:
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
-        weight, bias = self._rows(dtype, hidden.device)
+        weight, bias = self.rows(dtype, hidden.device)
         logits = nn.functional.linear(hidden.to(dtype), weight, bias)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _rows(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def rows(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Head rows (and bias), gathered and cast once: every step would otherwise copy them again."""
         found = self._cut.get((dtype, device))
         if found is None:

@@ -10,13 +10,14 @@ transformers (5.x) offers growing caches with ``crop`` and beam reordering, but 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdiff2.models.transfer import to_device
 from specdiff2.types import ConfigError
 
 
@@ -87,6 +88,8 @@ class PreallocatedCache(Cache):
 
     Args:
         num_layers, batch, num_heads, capacity, head_dim: shape of the storage (``num_heads`` key/value heads).
+        round_up: capacity to allocate when the cache has to grow to at least its argument; compiled passes are made
+            for certain capacities only.
 
     Use ``allocate`` to take the shapes from a model config.
     """
@@ -100,7 +103,9 @@ class PreallocatedCache(Cache):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        round_up: Callable[[int], int] = int,
     ) -> None:
+        self._round_up = round_up
         shape = (2 * num_layers, batch, num_heads, capacity, head_dim)
         # zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN from old memory is NaN
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
@@ -109,14 +114,20 @@ class PreallocatedCache(Cache):
 
     @classmethod
     def allocate(
-        cls, config: PreTrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        config: PreTrainedConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        round_up: Callable[[int], int] = int,
     ) -> PreallocatedCache:
         """Raises ConfigError for models whose layers are not all full attention."""
         check_full_attention(config)
         heads = config.num_attention_heads
         num_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(config.num_hidden_layers, batch, num_heads, capacity, head_dim, dtype, device)
+        return cls(config.num_hidden_layers, batch, num_heads, capacity, head_dim, dtype, device, round_up)
 
     @property
     def length(self) -> int:
@@ -131,13 +142,46 @@ class PreallocatedCache(Cache):
     def batch(self) -> int:
         return int(self._storage.shape[1])
 
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What is stored of one layer, as views ``[batch, head, length, head_dim]``."""
+        own = self._own[layer]
+        return own.keys[:, :, : own.num_filled], own.values[:, :, : own.num_filled]
+
+    def slots(self, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the given layers (None: all), whole capacity, ``[batch, head, capacity, head_dim]``.
+
+        The same tensors until the cache grows: a compiled pass writes into them, then ``filled`` tells how far.
+        """
+        own = self._own if layers is None else [self._own[layer] for layer in layers]
+        return [layer.keys for layer in own], [layer.values for layer in own]
+
+    def filled(self, length: int) -> None:
+        """The first ``length`` slots hold tokens now: somebody wrote into ``slots``.
+
+        Raises:
+            ValueError: ``length`` is beyond the capacity.
+        """
+        if not 0 <= length <= self.capacity:
+            raise ValueError(f"filled({length}): expected 0 <= length <= {self.capacity}")
+        self._set_length(length)
+
+    def clear(self) -> None:
+        """Empty, and zero as when new: what an earlier user left cannot reach the next one, not even as NaN."""
+        self._storage.zero_()
+        self._set_length(0)
+
+    def lend(self, layers: Sequence[int]) -> Cache:
+        """The given layers as a cache of their own that shares storage and fill level: a forward pass writes behind
+        what is stored, and ``truncate`` takes it back."""
+        return Cache(layers=[self._own[layer] for layer in layers])
+
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens; existing content stays. Grows by half at least, so it is rare."""
         if capacity <= self.capacity:
             return
         old, length = self._storage, self.length
         shape = list(old.shape)
-        shape[3] = max(capacity, old.shape[3] * 3 // 2)
+        shape[3] = self._round_up(max(capacity, old.shape[3] * 3 // 2))
         new = torch.zeros(shape, dtype=old.dtype, device=old.device)
         new[:, :, :, :length] = old[:, :, :, :length]
         self._set_storage(new)
@@ -152,8 +196,10 @@ class PreallocatedCache(Cache):
             raise ValueError(f"truncate({length}): expected 0 <= length <= {self.length}")
         self._set_length(length)
 
-    def gather(self, prefix_length: int, indices: Sequence[int]) -> None:
+    def gather(self, prefix_length: int, indices: Sequence[int], index: Tensor | None = None) -> None:
         """Keep the first ``prefix_length`` tokens, then the slots ``indices`` (absolute, increasing), contiguously.
+
+        ``index``: ``indices`` as a tensor on the cache's device, where there is one already.
 
         Raises:
             ValueError: the indices are not increasing inside [prefix_length, length).
@@ -167,8 +213,8 @@ class PreallocatedCache(Cache):
         # slots that are already in place (a leading run) need no copy: often the whole path of a single chain
         moved = next((i for i, slot in enumerate(indices) if slot != prefix_length + i), len(indices))
         if moved < len(indices):
-            index = torch.tensor(indices[moved:], device=self._storage.device)
-            self._storage[:, :, :, prefix_length + moved : end] = self._storage.index_select(3, index)
+            index = to_device(indices, self._storage.device) if index is None else index
+            self._storage[:, :, :, prefix_length + moved : end] = self._storage.index_select(3, index[moved:])
         self._set_length(end)
 
     def keep_rows(self, rows: Sequence[int]) -> None:

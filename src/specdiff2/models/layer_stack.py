@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
-from specdiff2.models.kv_cache import PreallocatedCache, check_full_attention
+from specdiff2.models.kv_cache import check_full_attention
 from specdiff2.types import ConfigError
 
 Stack: TypeAlias = Any  # a PreTrainedModel with layers, norm and rotary_emb, which transformers does not type
@@ -88,7 +89,7 @@ def run_stack(
     mask: Tensor,
     position_ids: Int[Tensor, "row column"],
     read_index: Int[Tensor, "..."],
-    cache: PreallocatedCache | None = None,
+    cache: Cache | None = None,
 ) -> Float[Tensor, "... hidden"]:
     """Normalised outputs at the flat indices (row * columns + column) ``read_index``; keys and values go to ``cache``.
 
@@ -104,7 +105,7 @@ def run_generic(
     mask: Tensor,
     position_ids: Tensor,
     read_index: Tensor,
-    cache: PreallocatedCache | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
     output = stack(
         inputs_embeds=embeddings,
@@ -122,7 +123,7 @@ def run_plain(
     mask: Tensor,
     position_ids: Tensor,
     read_index: Tensor,
-    cache: PreallocatedCache | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
     rotary = stack.rotary_emb(embeddings, position_ids)
     shared: dict[str, Any] = dict(
@@ -141,7 +142,7 @@ def run_plain(
     return stack.norm(hidden)
 
 
-def _cache_argument(module: nn.Module, cache: PreallocatedCache | None) -> dict[str, Any]:
+def _cache_argument(module: nn.Module, cache: Cache | None) -> dict[str, Any]:
     """The keyword the cache goes by: renamed during transformers 5.x, and unknown keywords are silently ignored."""
     if cache is None:
         return {}

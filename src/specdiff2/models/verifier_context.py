@@ -70,6 +70,8 @@ class _PrefixLayer(CacheLayerMixin):
     """Fixed keys and values of a prefix, in front of what a layer adds; nothing is stored."""
 
     is_sliding = False
+    keys: Tensor  # [batch, head, length, head_dim]
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdiff2.functional.attention_masks import tree_attention_mask
 from specdiff2.models.kv_cache import PreallocatedCache
+from specdiff2.models.transfer import to_device
 from specdiff2.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -32,12 +33,24 @@ class HFVerifierSession:
         self._verifier = verifier
         self._tokens = list(prompt)
         self._tree: TokenTree | None = None
-        self._hidden: Tensor | None = None
+        self._hidden: tuple[Tensor, ...] | None = None
+        self._anchor_hidden: tuple[Tensor, ...] | None = None  # by layer, of the token before the last committed one
+        self._path: tuple[tuple[int, ...], Tensor] | None = None  # nodes of the accepted path, on the device
+        self.passes = verifier.passes
         capacity = len(prompt) + max_new_tokens + TREE_HEADROOM
-        self.cache = PreallocatedCache.allocate(verifier.config, 1, capacity, verifier.dtype, verifier.device)
+        if self.passes is None:
+            self.cache = PreallocatedCache.allocate(verifier.config, 1, capacity, verifier.dtype, verifier.device)
+        else:
+            self.cache = self.passes.lease(self, capacity)
         if len(prompt) > 1:
             ids = torch.tensor([self._tokens[:-1]], device=verifier.device)
-            verifier.forward(ids, cache=self.cache, logits_to_keep=1)
+            _, hidden = verifier.forward(ids, cache=self.cache, logits_to_keep=1)
+            if hidden is not None:
+                self._anchor_hidden = tuple(layer[0, -1] for layer in hidden)
+
+    @property
+    def verifier(self) -> HFVerifier:
+        return self._verifier
 
     @property
     def num_committed(self) -> int:
@@ -48,6 +61,14 @@ class HFVerifierSession:
         """Committed tokens, prompt included (a copy)."""
         return list(self._tokens)
 
+    @property
+    def last_token(self) -> int:
+        return self._tokens[-1]
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self._verifier.dtype
+
     @torch.inference_mode()
     def score(self, tree: TokenTree) -> Float[Tensor, "node vocab"]:
         """Logits after each node, in one forward pass, on the verifier's device and in its dtype.
@@ -57,18 +78,19 @@ class HFVerifierSession:
         """
         if tree.tokens[0] != self._tokens[-1]:
             raise ValueError(f"tree root is {tree.tokens[0]}: expected {self._tokens[-1]}, the last committed token")
-        num_cached, num_nodes = len(self._tokens) - 1, tree.num_nodes
+        num_cached = len(self._tokens) - 1
         self.cache.truncate(num_cached)  # drops the nodes of an earlier score() that was never committed
-        self.cache.reserve(num_cached + num_nodes)
-        device = self._verifier.device
-        ids = torch.tensor([tree.tokens], device=device)
-        if num_nodes == 1:  # plain step: one query sees everything, no mask needed
-            mask, positions = None, torch.full((1, 1), num_cached, device=device)
-        else:
-            mask = tree_attention_mask(tree, num_cached, self._verifier.dtype, device)
-            positions = torch.tensor([[num_cached + depth for depth in tree.depths()]], device=device)
-        self._tree = tree
-        logits, self._hidden = self._verifier.forward(ids, cache=self.cache, mask=mask, positions=positions)
+        self._tree, self._path = tree, None
+        if self.passes is not None:
+            logits, self._hidden = self.passes.verify(tree, num_cached, self.cache)
+            return logits
+        self.cache.reserve(num_cached + tree.num_nodes)
+        positions = [num_cached + depth for depth in tree.depths()]
+        numbers = to_device([tree.tokens, tree.parents, positions], self._verifier.device)  # one transfer
+        ids, parents, position_ids = numbers.unsqueeze(1)
+        # a plain step is one query that sees everything: no mask needed
+        mask = None if tree.num_nodes == 1 else tree_attention_mask(parents[0], num_cached, self._verifier.dtype)
+        logits, self._hidden = self._verifier.forward(ids, cache=self.cache, mask=mask, positions=position_ids)
         return logits[0]
 
     @torch.inference_mode()
@@ -86,8 +108,11 @@ class HFVerifierSession:
             if not 0 < node < tree.num_nodes or tree.parents[node] != parent:
                 raise ValueError(f"path {list(path)}: node {node} is not a child of node {parent}")
             parent = node
+        if self._hidden is not None:
+            self._anchor_hidden = tuple(layer[0, parent] for layer in self._hidden)
         root_slot = len(self._tokens) - 1
-        self.cache.gather(root_slot, [root_slot, *(root_slot + node for node in path)])
+        index = None if self._path is None else self._path_index(path) + root_slot
+        self.cache.gather(root_slot, [root_slot, *(root_slot + node for node in path)], index)
         self._tokens.extend(tree.tokens[node] for node in path)
         self._tokens.append(next_token)
         self._tree = None
@@ -96,4 +121,25 @@ class HFVerifierSession:
         """Last hidden states (after the final norm) of the root and ``path`` from the latest ``score``."""
         if self._hidden is None:
             return None
-        return self._hidden[0, [0, *path]]
+        return self._hidden[-1][0, self._path_index(path)]
+
+    def _path_index(self, path: Sequence[int]) -> Int[Tensor, " token"]:
+        """Root and ``path`` as indices on the device, transferred once a round."""
+        if self._path is None or self._path[0] != tuple(path):
+            self._path = tuple(path), to_device([0, *path], self._verifier.device)
+        return self._path[1]
+
+    def anchor_features(self, layers: Sequence[int]) -> Float[Tensor, " feature_width"] | None:
+        """Hidden states of the token right before the last committed one, of the given layers, one after the other.
+
+        None where there is no such token (a prompt of one token). They belong to the committed text: ``score`` alone
+        does not change them.
+
+        Raises:
+            ValueError: the verifier was not told to keep hidden states (``output_features``).
+        """
+        if self._anchor_hidden is None:
+            if len(self._tokens) > 1:
+                raise ValueError("anchor_features(): the verifier keeps no hidden states; set output_features=True")
+            return None
+        return torch.cat([self._anchor_hidden[layer] for layer in layers])

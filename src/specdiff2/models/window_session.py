@@ -11,6 +11,7 @@ the argmax chain's tokens, which is fixed before anything is drawn.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -51,6 +52,10 @@ class WindowLaw:
     @property
     def factorised(self) -> bool:
         return self.gates is None
+
+    def first(self, gamma: int) -> WindowLaw:
+        """The law of the first ``gamma`` positions alone."""
+        return WindowLaw(self.drafter, self.root, self.base[:gamma], None if self.gates is None else self.gates[:gamma])
 
     def logits(self, depth: int, previous: Int[Tensor, " parent"]) -> Float[Tensor, "parent draft_vocab"]:
         """Unnormalised, one row for each verifier id in ``previous``."""
@@ -107,6 +112,12 @@ class WindowLaw:
         return torch.stack(rows)
 
 
+def confident_length(law: WindowLaw, min_confidence: float) -> int:
+    """Leading positions whose joint argmax-chain probability is at least ``min_confidence``; at least 1."""
+    path = law.given_argmax_chain().log_softmax(-1).amax(-1).cumsum(-1)
+    return max(1, int((path >= math.log(min_confidence)).sum()))
+
+
 def draw_drafts(
     law: WindowLaw, num_drafts: int, sampling: SamplingParams, rng: RandomSource, needs_probs: bool
 ) -> Draft:
@@ -144,6 +155,7 @@ class WindowSession(ABC):
 
     _drafter: BlockDrafter
     _sampling: SamplingParams
+    min_confidence: float = 0.0  # drafts end before the argmax chain's probability falls below it; see ``propose``
 
     @property
     @abstractmethod
@@ -161,7 +173,9 @@ class WindowSession(ABC):
     def propose(self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool) -> Draft:
         """K independent drafts from the drafter's law for the next ``gamma`` >= 1 positions.
 
-        Decoders ask for at most the drafter's own gamma: beyond it nothing was trained.
+        Decoders ask for at most the drafter's own gamma: beyond it nothing was trained. With ``min_confidence`` the
+        drafts are as long as the argmax chain's probability under the untempered law stays at or above it (one
+        position at least): known before any token is drawn, so the shortening is non-anticipating.
 
         Raises:
             ConfigError: gamma or num_drafts below 1.
@@ -169,7 +183,10 @@ class WindowSession(ABC):
         if num_drafts < 1:
             raise ConfigError(f"num_drafts={num_drafts!r}: expected an integer >= 1")
         with torch.inference_mode():
-            return draw_drafts(self.law(gamma), num_drafts, self._sampling, rng, needs_probs)
+            law = self.law(gamma)
+            if self.min_confidence > 0.0:
+                law = law.first(confident_length(law, self.min_confidence))
+            return draw_drafts(law, num_drafts, self._sampling, rng, needs_probs)
 
     def law(self, gamma: int) -> WindowLaw:
         """The untempered law of the next ``gamma`` positions (see the module docstring).

@@ -30,7 +30,7 @@ MINIMUM: dict[str, float] = {
     "seed": 0, "threads": 1, "prefix_loss_weight": 0.0, "temperature": 0.0, "top_k": 0, "lr": 0.0,
     "weight_decay": 0.0, "warmup_steps": 0,
     "warmup_share": 0.0, "every_n_steps": 1, "accumulate_grad_batches": 1, "limit": 1, "draft_vocab_size": 1,
-    "num_probe_prompts": 1,
+    "num_probe_prompts": 1, "loss_chunk_windows": 1, "markov_rank": 0,
 }  # fmt: skip
 
 
@@ -63,6 +63,13 @@ class DataSection:
 
 
 @dataclass
+class RuntimeSection:
+    """Section ``runtime``: how the models run, apart from what they compute."""
+
+    compile: bool
+
+
+@dataclass
 class TrainConfig:
     """Top level of ``conf/train.yaml``."""
 
@@ -79,7 +86,9 @@ class TrainConfig:
     model_name: str
     run_id: str
     max_steps: int
+    start_from: str | None
     prefix_loss_weight: float | None
+    loss_chunk_windows: int
     num_probe_prompts: int
     publish: bool
     seed: int
@@ -107,6 +116,7 @@ class EvalConfig:
     num_warmup: int
     seed: int
     threads: int | None
+    runtime: RuntimeSection
     color: Literal["auto", "always", "never"]
     run_id: str
 
@@ -203,7 +213,7 @@ def _check_value(expected: Any, value: Any, key: str) -> None:
         target = locate(str(value["_target_"]), f"{key}._target_")
         _check_call(target, value, key, required=False)
         return
-    if isinstance(value, Mapping) and inspect.isclass(expected) and expected in (Paths, DataSection):
+    if isinstance(value, Mapping) and inspect.isclass(expected) and expected in (Paths, DataSection, RuntimeSection):
         _check_call(expected, value, key, required=True)
         return
     if not _matches(expected, value):

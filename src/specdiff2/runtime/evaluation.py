@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -18,11 +19,15 @@ from specdiff2.evaluation.records import RECORDS_FILE, read_records
 from specdiff2.evaluation.table import plain_table
 from specdiff2.models.packed_linear import pack_linears
 from specdiff2.models.pretrained import load_drafter, read_drafter_config, read_training_info
+from specdiff2.models.shipped import SHIPPED, drafter_folder
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.protocols import Decoder, Drafter
 from specdiff2.rng import TorchRandomSource
 from specdiff2.runtime.build import instantiate
+from specdiff2.runtime.compilation import check_compilation, warm_passes
 from specdiff2.runtime.factories import SamplerSettings
+from specdiff2.runtime.hf_settings import HFSettings
+from specdiff2.runtime.provenance import record_runtime
 from specdiff2.runtime.rebuild_report import rebuild, write_training_runs
 from specdiff2.runtime.show import show_prompt, use_color
 from specdiff2.types import ConfigError, Generation
@@ -36,19 +41,25 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
 
     Raises:
         ConfigError: a drafter folder is missing or drafts fewer positions than asked for (both found before any
-            model loads), or a prompt does not fit.
+            model loads), no drafter is shipped for the verifier, or a prompt does not fit.
         MismatchError: a drafter was trained for another verifier or tokenizer.
     """
     nodes = config["methods"] or {config["sampler"]["name"]: config["sampler"]}
     samplers = {name: instantiate(node) for name, node in nodes.items()}
     for settings in samplers.values():
-        require_drafter(settings)
+        settings.check() if isinstance(settings, HFSettings) else require_drafter(settings, config)
     if config["prompt"] is not None and not config["prompt"].strip():
         raise ConfigError(f"prompt={config['prompt']!r}: expected some text")
     sources = None if config["prompt"] is not None else named_sources(config["benchmark"])
-    verifier = instantiate(config["verifier"])
+    check_compilation(config)
+    verifier: HFVerifier = instantiate(config["verifier"])
+    if config["runtime"]["compile"]:
+        verifier.compile()
+    record_runtime(folder, verifier.runtime_mode)
+    samplers = {name: with_folder(settings, verifier, config["model_name"]) for name, settings in samplers.items()}
     decoders = build_decoders(verifier, samplers, config)
-    log.info("verifier %s in %s", verifier.name, str(verifier.dtype).removeprefix("torch."))
+    dtype = str(verifier.dtype).removeprefix("torch.")
+    log.info("verifier %s in %s, %s", verifier.name, dtype, verifier.runtime_mode)
     if sources is None:
         show(config, verifier, decoders)
         return
@@ -66,26 +77,43 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def training_runs(samplers: Iterable[SamplerSettings]) -> list[Path]:
+def training_runs(samplers: Iterable[SamplerSettings | HFSettings]) -> list[Path]:
     """Run folders the drafters came from (``read_training_runs`` leaves out what is gone)."""
-    trained = [read_training_info(s.drafter).get("run") for s in samplers if s.drafter != UNTRAINED]
-    return [Path(run) for run in dict.fromkeys(trained) if run]
+    drafters = [s.drafter for s in samplers if isinstance(s, SamplerSettings) and s.drafter != UNTRAINED]
+    trained = [read_training_info(drafter).get("run") for drafter in drafters]
+    # that of a shipped drafter is a mere name: it ran on another machine
+    return [Path(run) for run in dict.fromkeys(trained) if run and Path(run).is_absolute()]
 
 
-def require_drafter(settings: SamplerSettings) -> None:
+def with_folder(
+    settings: SamplerSettings | HFSettings, verifier: HFVerifier, model_name: str
+) -> SamplerSettings | HFSettings:
+    """``shipped`` replaced by the folder of the drafter that was trained for this very verifier.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if isinstance(settings, HFSettings) or settings.drafter == UNTRAINED:
+        return settings
+    return dataclasses.replace(settings, drafter=drafter_folder(settings.drafter, verifier, model_name))
+
+
+def require_drafter(settings: SamplerSettings, config: Mapping[str, Any]) -> None:
     """Refuse a missing drafter folder with the command that makes one, and a window longer than it was trained for.
 
     Raises:
-        ConfigError: there is no such folder, or ``sampler.gamma`` is above the drafter's.
+        ConfigError: there is no such folder, none is shipped for the configured verifier and model, or
+            ``sampler.gamma`` is above the drafter's.
         CorruptFileError: its config is damaged.
     """
-    drafter = settings.drafter
-    if drafter == UNTRAINED:
+    if settings.drafter == UNTRAINED:
         return
+    drafter = drafter_folder(settings.drafter, config["verifier"].get("source"), config["model_name"])
     if not Path(drafter).is_dir():
         raise ConfigError(
             f"drafter={drafter!r}: no such folder; train one with `python train.py` (about 15 minutes on 2 cores) or "
-            f"`make demo`, name another folder, or use drafter={UNTRAINED} for the verifier's layers as copied"
+            f"`make demo`, name another folder, or use drafter={SHIPPED} (trained already, for SmolLM2) or "
+            f"drafter={UNTRAINED} (the verifier's layers as copied)"
         )
     gamma = read_drafter_config(drafter).gamma  # refuses a damaged config before the verifier loads
     if settings.gamma is not None and settings.gamma > gamma:
@@ -106,12 +134,15 @@ def named_sources(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_decoders(
-    verifier: HFVerifier, samplers: Mapping[str, SamplerSettings], config: Mapping[str, Any]
+    verifier: HFVerifier, samplers: Mapping[str, SamplerSettings | HFSettings], config: Mapping[str, Any]
 ) -> dict[str, Decoder]:
     """The baseline (if asked for) and one decoder per sampler; drafters in one folder are loaded once."""
     decoders: dict[str, Decoder] = {"autoregressive": AutoregressiveDecoder(verifier)} if config["baseline"] else {}
     drafters: dict[str, Drafter] = {}
     for name, settings in samplers.items():
+        if isinstance(settings, HFSettings):
+            decoders[name] = settings.make(verifier)
+            continue
         if settings.drafter not in drafters:
             fresh = settings.drafter == UNTRAINED
             drafters[settings.drafter] = (
@@ -150,6 +181,7 @@ def run_benchmarks(
             stop_ids=config["stop_ids"],
             stop_strings=config["stop"],
         )
+        warm_passes(verifier, decoders, benchmark.longest_prompt, config["max_new_tokens"])
         paths.append(benchmark.run(folder if len(sources) == 1 else folder / "benchmarks" / name))
     if len(sources) > 1:
         (folder / RECORDS_FILE).write_bytes(b"".join(path.read_bytes() for path in paths))
@@ -165,6 +197,7 @@ def show(config: Mapping[str, Any], verifier: HFVerifier, decoders: dict[str, De
         return {"max_new_tokens": config["max_new_tokens"], "rng": rng, **stops}
 
     encode = ChatEncoder(verifier.tokenizer).encode
+    warm_passes(verifier, decoders, len(encode(config["prompt"])), config["max_new_tokens"])
     generations = show_prompt(
         config["prompt"], decoders, encode, verifier.tokenizer,
         color=use_color(config["color"], sys.stdout), decode_options=options,

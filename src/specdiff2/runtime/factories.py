@@ -16,9 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from specdiff2.data.prompt import PromptSource
 from specdiff2.data.prompts import GsmSymbolicPrompts
 from specdiff2.decoding.acceptance import check_combination, make_rule
-from specdiff2.decoding.engine import SpeculativeDecoder
-from specdiff2.decoding.samplers import default_draft_temperature
+from specdiff2.decoding.engine import SpeculativeDecoder, check_confidence
+from specdiff2.decoding.samplers import check_grown_sampling, default_draft_temperature, make_growth
 from specdiff2.decoding.selection import make_selector
+from specdiff2.decoding.tree_growth import GrowthSettings, NumNodes, check_growth, growth_settings
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule, Stage
 from specdiff2.protocols import Drafter, Objective, Verifier
@@ -48,7 +49,8 @@ def make_verifier(
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """How one method decodes: rule, selection, K drafts of ``gamma`` positions, and the drafter's own law.
+    """How one method decodes: rule, selection, K drafts of ``gamma`` positions (or a tree grown from the drafter's
+    law), and the law drafts are drawn from.
 
     Attributes:
         name: how tables call the method.
@@ -56,7 +58,12 @@ class SamplerSettings:
         gamma: drafted positions, at most the drafter's; None means the drafter's own.
         temperature: of the drafter; None means 0 (the most probable window) for one draft of a rule that does not
             read draft probabilities, else 1.
-        drafter: folder written by training, or ``untrained`` for the layers as copied.
+        drafter: folder written by training, ``shipped`` for the one that comes with the package (see
+            ``models.shipped``), or ``untrained`` for the layers as copied.
+        num_nodes: drafted nodes of a grown tree, or ``auto``; None draws K drafts. See ``tree_growth.GrowthSettings``
+            for it, ``max_nodes``, ``tree_temperature``, ``lookup_tokens`` and ``lookup_ngram``.
+        min_confidence: drafts end before the argmax chain's probability falls below it; 0 never shortens.
+        cost_folder: where ``auto`` keeps what it measured; None measures in every run.
 
     Raises:
         ConfigError, NotLosslessError: a combination that cannot work or would change the verifier's law.
@@ -71,23 +78,45 @@ class SamplerSettings:
     temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
+    num_nodes: NumNodes | None = None
+    max_nodes: int | None = None
+    tree_temperature: float | None = None
+    lookup_tokens: int | None = None
+    lookup_ngram: int | None = None
+    min_confidence: float = 0.0
+    cost_folder: str | None = None
 
     def __post_init__(self) -> None:
-        check_combination(make_rule(self.rule), make_selector(self.selection), self.K)
+        rule, selector = make_rule(self.rule), make_selector(self.selection)
+        check_combination(rule, selector, self.K)
         if self.gamma is not None and self.gamma < 1:
             raise ConfigError(f"gamma={self.gamma!r}: expected an integer >= 1, or null for the drafter's own")
+        growth = self.growth()
+        check_confidence(self.min_confidence)
+        if growth is not None:
+            check_growth(rule, selector, self.K)
+            check_grown_sampling(self.draft_sampling())
+            if self.gamma is not None:
+                growth.check_gamma(self.gamma)
         self.draft_sampling()
 
+    def growth(self) -> GrowthSettings | None:
+        """How trees are grown; None where drafts are drawn."""
+        return growth_settings(
+            self.num_nodes, self.max_nodes, self.tree_temperature, self.lookup_tokens, self.lookup_ngram
+        )
+
     def draft_sampling(self) -> SamplingParams:
-        """The law drafts are drawn from."""
-        default = default_draft_temperature(make_rule(self.rule), self.K)
+        """The law drafts are drawn from; the drafter's untempered law for a grown tree."""
+        default = 1.0 if self.num_nodes is not None else default_draft_temperature(make_rule(self.rule), self.K)
         return SamplingParams(default if self.temperature is None else self.temperature, self.top_k, self.top_p)
 
     def make(self, verifier: Verifier, drafter: Drafter) -> SpeculativeDecoder:
         """The decoder of these settings."""
         return SpeculativeDecoder(
             verifier, drafter, rule=make_rule(self.rule), selector=make_selector(self.selection), gamma=self.gamma,
-            num_drafts=self.K, draft_sampling=self.draft_sampling(), name=self.name,
+            num_drafts=self.K, min_confidence=self.min_confidence, draft_sampling=self.draft_sampling(), name=self.name,
+            growth=make_growth(self.growth(), verifier, drafter, gamma=self.gamma, cost_folder=self.cost_folder),
         )  # fmt: skip
 
 

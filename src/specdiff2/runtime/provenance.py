@@ -49,7 +49,7 @@ def write_run_json(folder: Path, config: dict[str, Any], *, threads: int) -> dic
         "dtype": str(pick_dtype(verifier.get("dtype", "auto"), device)).removeprefix("torch."),
         "device": str(device),
         "threads": threads,
-        "runtime": f"torch {torch.__version__} eager",
+        "runtime": runtime_name("compiled" if config.get("runtime", {}).get("compile") else "eager"),
         "seed": config.get("seed"),
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
@@ -58,6 +58,22 @@ def write_run_json(folder: Path, config: dict[str, Any], *, threads: int) -> dic
     }
     write_json(folder / "run.json", record)
     return record
+
+
+def runtime_name(mode: str) -> str:
+    """torch and how models run in it: ``eager``, ``packed`` (eager with packed weights) or ``compiled``."""
+    return f"torch {torch.__version__} {mode}"
+
+
+def record_runtime(folder: Path, mode: str) -> None:
+    """Say in ``run.json`` how the loaded verifier really runs (whether weights are packed is not known before).
+
+    Raises:
+        SpecDiffError: the folder cannot be written.
+    """
+    path = folder / "run.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    write_json(path, {**record, "runtime": runtime_name(mode)})
 
 
 def write_json(path: Path, record: Any) -> None:

@@ -21,7 +21,8 @@ from specdiff2.objectives import ObjectiveSchedule
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError
 
 log = logging.getLogger(__name__)
-SETTINGS = ("gamma", "shifted", "attention", "denoising_steps")  # of section `model`, recorded in checkpoints
+# of section `model`, recorded in checkpoints
+SETTINGS = ("gamma", "shifted", "attention", "denoising_steps", "conditioning", "markov_rank")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def continue_curves(checkpoint: Checkpoint, folder: Path) -> None:
     with (checkpoint.run / "metrics.csv").open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         columns = list(reader.fieldnames or ())
-        rows = [row for row in reader if _is_before(row.get("step"), checkpoint.step)]
+        rows = [row for row in reader if _is_before(row, checkpoint.step)]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     writer.writeheader()
@@ -137,7 +138,8 @@ def continue_curves(checkpoint: Checkpoint, folder: Path) -> None:
     target.write_text(text.getvalue(), encoding="utf-8", newline="")
 
 
-def _is_before(cell: str | None, step: int) -> bool:
+def _is_before(row: Mapping[str, str], step: int) -> bool:
+    """Losses are counted from 0, so that of row ``step`` comes after the checkpoint; evaluations count steps done."""
     with contextlib.suppress(ValueError, TypeError):
-        return int(float(cell or "")) <= step
+        return int(float(row.get("step") or "")) < step + (not row.get("train/loss"))
     return False

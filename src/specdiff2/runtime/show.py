@@ -58,9 +58,10 @@ def describe_generation(name: str, generation: Generation) -> str:
     accepted = sum(r.num_accepted for r in rounds)
     streak = f"{accepted / len(rounds):.2f}" if rounds else "none"
     tau = f"{sum(r.num_committed for r in rounds) / len(rounds):.2f}" if rounds else "none"
+    passes = str(len(rounds)) if rounds else "an unknown number of"
     speed = f"{generation.num_tokens / seconds:.1f} tokens/s" if seconds > 0 else "no time measured"
     return (
-        f"{name}: {generation.num_tokens} tokens in {len(rounds)} verifier passes, mean streak {streak} (without the "
+        f"{name}: {generation.num_tokens} tokens in {passes} verifier passes, mean streak {streak} (without the "
         f"bonus token), tau {tau} (with it), {speed}, stopped by {generation.stop_reason}"
     )
 

@@ -19,11 +19,12 @@ import torch
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.prompt import Prompt
 from specdiff2.data.rollouts import RolloutStore
-from specdiff2.data.windows import draft_vocabulary
-from specdiff2.models.pretrained import load_drafter, read_training_info, save_drafter
+from specdiff2.models.pretrained import check_belongs, load_drafter, read_training_info, save_drafter
+from specdiff2.models.shipped import drafter_folder, is_shipped
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule
 from specdiff2.runtime.build import instantiate
+from specdiff2.runtime.drafters import build_drafter, read_model
 from specdiff2.runtime.factories import SamplerSettings
 from specdiff2.runtime.prompts import LoadedPrompts, check_disjoint, load_prompts
 from specdiff2.runtime.resume import Checkpoint, check_resume, continue_curves, find_checkpoint, read_checkpoint
@@ -46,31 +47,33 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         StorageError: the disk is full or refuses; what was written before stays.
         SystemExit: interrupted.
     """
-    prefix_loss_weight = resolve_prefix_loss(config["prefix_loss_weight"], config["model"])
+    if is_shipped(config["start_from"]):
+        shipped = drafter_folder(config["start_from"], config["verifier"].get("source"), config["model_name"])
+        config = {**config, "start_from": shipped}
+    model, start = read_model(config)
+    prefix_loss_weight = resolve_prefix_loss(config["prefix_loss_weight"], model)
     schedule: ObjectiveSchedule = instantiate(config["objective"])
     log.info("objective: %s", " -> ".join(f"{s['name']} ({s['steps'] or 'to the end'})" for s in schedule.describe()))
     make_optimizer, make_scheduler = build_optimization(config)
     check_sampling(config["data"]["rollouts"])
     sampling = teacher_sampling(config["data"]["rollouts"]) if schedule.needs_verifier_probs else None
-    checkpoint = prepare_resume(config, schedule, folder)
+    checkpoint = prepare_resume(config, schedule, folder, model)
     prompts = {split: load_prompts(instantiate(config["data"][f"{split}_prompts"])) for split in ("train", "val")}
     check_disjoint(prompts["train"].prompts, prompts["val"].prompts)
     verifier: HFVerifier = instantiate(config["verifier"])
+    if start is not None:  # before anything is sampled from the wrong one
+        check_belongs(start, verifier, Path(config["start_from"]))
     stores = build_rollouts(config["data"], verifier, prompts, Path(config["paths"]["rollouts"]))
-    drafter = build_drafter(config, verifier, stores[0])
+    drafter = build_drafter(config, verifier, stores[0], fit=checkpoint is None)
     data = build_data(config["data"], verifier, drafter.gamma, schedule, stores, prompts["train"].prompts)
     online = bool(config["data"]["online"])
+    teacher = verifier if online or schedule.needs_verifier_probs else None
     module = DistillationModule(
-        drafter,
-        verifier if online or schedule.needs_verifier_probs else None,
-        schedule,
-        make_optimizer,
-        make_scheduler,
-        verifier_sampling=sampling,
+        drafter, teacher, schedule, make_optimizer, make_scheduler, verifier_sampling=sampling,
         refresh_rollouts=data.refresh if online else None,
         refresh_every_n_steps=config["data"]["refresh_every_n_steps"] if online else 0,
-        prefix_loss_weight=prefix_loss_weight,
-    )
+        prefix_loss_weight=prefix_loss_weight, loss_chunk_windows=config["loss_chunk_windows"],
+    )  # fmt: skip
     callbacks = build_callbacks(config, verifier, prompts["val"].prompts, folder)
     trainer = build_trainer(config, callbacks, folder)
     verifier.model.to(trainer.strategy.root_device)  # the drafter borrows its embedding; both must be in one place
@@ -79,7 +82,9 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         report(config, folder, verifier, exported_names(callbacks))
 
 
-def prepare_resume(config: Mapping[str, Any], schedule: ObjectiveSchedule, folder: Path) -> Checkpoint | None:
+def prepare_resume(
+    config: Mapping[str, Any], schedule: ObjectiveSchedule, folder: Path, model: Mapping[str, Any]
+) -> Checkpoint | None:
     """The checkpoint to go on with, checked against these settings before any model loads; None for a new run.
 
     Raises:
@@ -89,7 +94,7 @@ def prepare_resume(config: Mapping[str, Any], schedule: ObjectiveSchedule, folde
     if path is None:
         return None
     checkpoint = read_checkpoint(path)
-    check_resume(checkpoint, config["model"], schedule, config["optimizer"].get("lr"))
+    check_resume(checkpoint, model, schedule, config["optimizer"].get("lr"))
     log.info("resuming from %s at step %d", checkpoint.path, checkpoint.step)
     continue_curves(checkpoint, folder)
     return checkpoint
@@ -152,14 +157,15 @@ def resolve_prefix_loss(weight: float | None, model: Mapping[str, Any]) -> float
     Raises:
         ConfigError: a prefix loss is asked of a drafter without such rows.
     """
-    shifted, attention = model.get("shifted"), model.get("attention")
-    possible = bool(shifted) and attention == "causal_prefix"
+    shifted, attention, conditioning = model.get("shifted"), model.get("attention"), model.get("conditioning", "none")
+    possible = bool(shifted) and attention == "causal_prefix" and conditioning == "none"
     if weight is None:
         return 0.05 if possible else 0.0
     if weight > 0 and not possible:
         raise ConfigError(
-            f"prefix_loss_weight={weight} with model.shifted={shifted} and model.attention={attention}: expected "
-            "model.shifted=true and model.attention=causal_prefix; set prefix_loss_weight=0 (or null)"
+            f"prefix_loss_weight={weight} with model.shifted={shifted}, model.attention={attention} and "
+            f"model.conditioning={conditioning}: expected model.shifted=true, model.attention=causal_prefix and "
+            "model.conditioning=none, as only such drafters compute a prefix; set prefix_loss_weight=0 (or null)"
         )
     return weight
 
@@ -173,17 +179,6 @@ def build_rollouts(
     base = Path(data["folder"]) if named else root / data["name"]
     stores = {s: ensure_rollouts(verifier, loaded, generate, base / s, named=named) for s, loaded in prompts.items()}
     return stores["train"], stores["val"]
-
-
-def build_drafter(config: Mapping[str, Any], verifier: HFVerifier, store: RolloutStore) -> Any:
-    """A fresh drafter that proposes what occurs in the rollouts."""
-    ids = draft_vocabulary(store.load(), config["data"]["draft_vocab_size"], verifier.eos_ids)
-    drafter = instantiate(config["model"])(verifier, draft_vocab_ids=ids)
-    num_trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    log.info(
-        "drafter: %.1f M trained weights, %d of %d tokens draftable", num_trained / 1e6, len(ids), verifier.vocab_size
-    )
-    return drafter
 
 
 def build_data(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdiff2.decoding.rules.inputs import drafted_law, only_chain
 from specdiff2.functional.speculative import block_accept_prob, block_survival, law, residual
-from specdiff2.protocols import RandomSource
+from specdiff2.protocols import NodeProbs, RandomSource
 from specdiff2.tree import TokenTree
 from specdiff2.types import Acceptance
 
@@ -28,7 +28,7 @@ class BlockRule:
     def __call__(
         self,
         tree: TokenTree,
-        verifier_probs: Float[Tensor, "node vocab"],
+        verifier_probs: NodeProbs,
         draft_probs: Float[Tensor, "gamma vocab"] | None,
         rng: RandomSource,
     ) -> Acceptance:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from specdiff2.decoding.greedy_law import draw
 from specdiff2.decoding.rules.inputs import only_chain
-from specdiff2.protocols import RandomSource
+from specdiff2.protocols import NodeProbs, RandomSource
 from specdiff2.tree import TokenTree
 from specdiff2.types import Acceptance
 
@@ -27,17 +28,17 @@ class GreedyRule:
     def __call__(
         self,
         tree: TokenTree,
-        verifier_probs: Float[Tensor, "node vocab"],
+        verifier_probs: NodeProbs,
         draft_probs: Float[Tensor, "gamma vocab"] | None,
         rng: RandomSource,
     ) -> Acceptance:
         """Raises ConfigError when the tree has more than one chain."""
         chain = only_chain(tree, self.name)
         path: list[int] = []
-        token = rng.categorical(verifier_probs[0])
+        token = draw(verifier_probs, 0, rng)
         for node in chain:
             if token != tree.tokens[node]:
                 break
             path.append(node)
-            token = rng.categorical(verifier_probs[node])
+            token = draw(verifier_probs, node, rng)
         return Acceptance(path, token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from specdiff2.protocols import NodeProbs
 from specdiff2.tree import TokenTree
 from specdiff2.types import ConfigError
 
@@ -25,7 +26,7 @@ def only_chain(tree: TokenTree, rule: str) -> list[int]:
 
 
 def drafted_law(
-    draft_probs: Float[Tensor, "gamma vocab"] | None, verifier_probs: Float[Tensor, "node vocab"], depth: int, rule: str
+    draft_probs: Float[Tensor, "gamma vocab"] | None, verifier_probs: NodeProbs, depth: int, rule: str
 ) -> Float[Tensor, "gamma vocab"]:
     """``draft_probs``, checked to cover ``depth`` positions of the verifier's vocabulary.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdiff2.decoding.rules.inputs import drafted_law
 from specdiff2.functional.speculative import accept_prob, law, residual
-from specdiff2.protocols import RandomSource
+from specdiff2.protocols import NodeProbs, RandomSource
 from specdiff2.tree import TokenTree
 from specdiff2.types import Acceptance
 
@@ -33,7 +33,7 @@ class SpecInferRule:
     def __call__(
         self,
         tree: TokenTree,
-        verifier_probs: Float[Tensor, "node vocab"],
+        verifier_probs: NodeProbs,
         draft_probs: Float[Tensor, "gamma vocab"] | None,
         rng: RandomSource,
     ) -> Acceptance:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from specdiff2.decoding.rules.inputs import drafted_law
 from specdiff2.functional.speculative import accept_prob, block_accept_prob, law, residual
-from specdiff2.protocols import RandomSource
+from specdiff2.protocols import NodeProbs, RandomSource
 from specdiff2.tree import TokenTree
 from specdiff2.types import Acceptance
 
@@ -52,7 +52,7 @@ class TraversalRule:
     def __call__(
         self,
         tree: TokenTree,
-        verifier_probs: Float[Tensor, "node vocab"],
+        verifier_probs: NodeProbs,
         draft_probs: Float[Tensor, "gamma vocab"] | None,
         rng: RandomSource,
     ) -> Acceptance:
@@ -72,7 +72,7 @@ class _Walk:
     """One round: what all node problems share. ``drafts[d]`` is the law of the tokens at depth d + 1."""
 
     tree: TokenTree
-    verifier_probs: Float[Tensor, "node vocab"]
+    verifier_probs: NodeProbs
     drafts: list[Float[Tensor, " vocab"]]
     rng: RandomSource
 

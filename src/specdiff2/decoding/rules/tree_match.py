@@ -5,7 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from specdiff2.protocols import RandomSource
+from specdiff2.decoding.greedy_law import draw
+from specdiff2.protocols import NodeProbs, RandomSource
 from specdiff2.tree import TokenTree
 from specdiff2.types import Acceptance
 
@@ -26,14 +27,14 @@ class TreeMatchRule:
     def __call__(
         self,
         tree: TokenTree,
-        verifier_probs: Float[Tensor, "node vocab"],
+        verifier_probs: NodeProbs,
         draft_probs: Float[Tensor, "gamma vocab"] | None,
         rng: RandomSource,
     ) -> Acceptance:
         children = tree.children()
         node, path = 0, list[int]()
         while True:
-            token = rng.categorical(verifier_probs[node])
+            token = draw(verifier_probs, node, rng)
             child = children[node].get(token)
             if child is None:
                 return Acceptance(path, token)

@@ -1,0 +1,91 @@
+"""The drafter that ``train.py`` trains: a fresh one that fits the rollouts, or one to start from.
+
+A conditioned drafter also gets the memory of what the verifier said about each rollout, and a fresh one its first
+input projections. Wiring only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdiff2.data.context_memory import ContextMemory
+from specdiff2.data.rollouts import RolloutStore
+from specdiff2.data.windows import draft_vocabulary, first_anchor
+from specdiff2.models.block_drafter_config import BlockDrafterConfig, check_conditioning
+from specdiff2.models.pretrained import load_drafter, read_drafter_config
+from specdiff2.models.projection_fit import fit_context_input
+from specdiff2.models.verifier import HFVerifier
+from specdiff2.models.verifier_context import ContextSource
+from specdiff2.runtime.build import instantiate
+from specdiff2.types import Rollout
+
+log = logging.getLogger(__name__)
+NUM_FIT = 128  # rollouts that the input of a conditioned drafter is regressed on
+
+
+def read_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], BlockDrafterConfig | None]:
+    """(section ``model`` of what will be trained, the drafter to start from or None for a fresh one); loads no model.
+
+    Raises:
+        ConfigError: settings of ``model`` that do not go together.
+        CorruptFileError: the folder to start from is missing or damaged.
+    """
+    folder, model = config["start_from"], config["model"]
+    if folder is None:
+        layout = model.get("shifted", False), model.get("attention", "causal_prefix")
+        check_conditioning(model.get("conditioning", "none"), *layout)
+        return model, None
+    start = read_drafter_config(folder)
+    log.info("starting from drafter %s: gamma, layers, draft vocabulary and the rest of model are its own", folder)
+    return start.to_dict(), start
+
+
+def build_drafter(config: Mapping[str, Any], verifier: HFVerifier, store: RolloutStore, *, fit: bool) -> Any:
+    """A fresh drafter that proposes what occurs in the rollouts, or the one to start from.
+
+    ``fit``: regress the input of a fresh conditioned drafter (needless where a checkpoint overwrites it).
+
+    Raises:
+        MismatchError: the drafter to start from was made for another verifier.
+    """
+    rollouts = store.load()
+    if config["start_from"] is not None:
+        drafter: Any = load_drafter(config["start_from"], verifier, dtype=torch.float32).train()
+    else:
+        ids = draft_vocabulary(rollouts, config["data"]["draft_vocab_size"], verifier.eos_ids)
+        drafter = instantiate(config["model"])(verifier, draft_vocab_ids=ids)
+    num_trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    num_ids, num_all = len(drafter.draft_vocab_ids), verifier.vocab_size
+    log.info("drafter: %.1f M trained weights, %d of %d tokens draftable", num_trained / 1e6, num_ids, num_all)
+    if getattr(drafter, "context", None) is not None:
+        drafter.context.memory = context_memory(drafter.context, Path(config["paths"]["cache"]))
+        if fit and config["start_from"] is None:
+            fit_input(drafter, rollouts)
+    return drafter
+
+
+def fit_input(drafter: Any, rollouts: Sequence[Rollout]) -> None:
+    """Regress the input of a conditioned drafter on evenly spaced rollouts."""
+    chosen = rollouts[:: -(-len(rollouts) // NUM_FIT)]
+    rows = [(rollout.prompt_ids + rollout.completion_ids, first_anchor(rollout)) for rollout in chosen]
+    log.info("input regressed on %d rollouts: R^2 %.2f", len(rows), fit_context_input(drafter, rows))
+
+
+def context_memory(source: ContextSource, cache: Path) -> ContextMemory:
+    """Keeps what the verifier says about rollouts: one folder per verifier and choice of layers, shared by all runs."""
+    shape, verifier = source.shape, source.verifier
+    origin = {
+        "verifier": verifier.fingerprint,
+        "layer_indices": list(shape.layer_indices),
+        "feature_layers": list(shape.feature_layers),
+        "dtype": str(verifier.dtype),
+    }
+    digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:12]
+    return ContextMemory(cache / "contexts" / digest, origin)
