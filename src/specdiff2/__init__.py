@@ -16,7 +16,7 @@ _EXPORTS = {
     "BlockDrafter": "specdiff2.models.block_drafter",
     "HFVerifier": "specdiff2.models.verifier",
     "SamplingParams": "specdiff2.types",
-    "SpeculativeDecoder": "specdiff2.decoding.engine",
+    "SpeculativeDecoder": "specdiff2.decoding.speculative",
     "TorchRandomSource": "specdiff2.rng",
     "load_drafter": "specdiff2.models.pretrained",
     "save_drafter": "specdiff2.models.pretrained",

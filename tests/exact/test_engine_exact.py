@@ -7,8 +7,8 @@ import torch
 from helpers import FunctionDrafter, Tab
 
 from specdiff2.decoding.acceptance import make_rule
-from specdiff2.decoding.engine import SpeculativeDecoder
 from specdiff2.decoding.selection import make_selector
+from specdiff2.decoding.speculative import SpeculativeDecoder
 from specdiff2.evaluation.lossless_cases import random_table
 from specdiff2.evaluation.losslessness import enumerate_outcomes, total_variation, verifier_law
 from specdiff2.functional.sampling import logits_to_probs

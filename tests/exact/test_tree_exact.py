@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdiff2.decoding.acceptance import TreeMatchRule
 from specdiff2.decoding.cost_table import CostKey, CostTable
-from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.speculative import SpeculativeDecoder
 from specdiff2.decoding.tree_growth import GrowthSettings, TreeGrowth
 from specdiff2.evaluation.lossless_cases import lossless_cases, random_table
 from specdiff2.evaluation.losslessness import Prefix, Table, enumerate_outcomes, total_variation, verifier_law

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from specdiff2.data.datamodule import RolloutDataModule
 from specdiff2.data.windows import WindowCollator
 from specdiff2.decoding.acceptance import make_rule
-from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.speculative import SpeculativeDecoder
 from specdiff2.functional.streak import curves_from_sums
 from specdiff2.objectives import CrossEntropy, DPace, Mdm, ObjectiveSchedule, Stage, Streak, StreakCE, StreakExpected
 from specdiff2.rng import TorchRandomSource

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from specdiff2.decoding.acceptance import LeviathanRule
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
-from specdiff2.decoding.engine import Drafting, SpeculativeDecoder, decode
+from specdiff2.decoding.engine import Drafting, decode
 from specdiff2.decoding.samplers import SAMPLERS, make_decoder
 from specdiff2.decoding.selection import SelfSelection
+from specdiff2.decoding.speculative import SpeculativeDecoder
 from specdiff2.evaluation.losslessness import enumerate_outcomes, total_variation, verifier_law
 from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.models.block_drafter import BlockDrafter

@@ -14,7 +14,7 @@ from helpers import Script, Tab, byte_tokenizer, tiny_verifier
 
 from specdiff2.decoding.acceptance import make_rule
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
-from specdiff2.decoding.engine import SpeculativeDecoder
+from specdiff2.decoding.speculative import SpeculativeDecoder
 from specdiff2.evaluation.agreement import divergences
 from specdiff2.evaluation.benchmark import Benchmark, prompt_seed, token_pieces
 from specdiff2.evaluation.decoder_info import describe_decoder, model_digest

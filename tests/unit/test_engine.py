@@ -26,10 +26,10 @@ from specdiff2.decoding.acceptance import BlockRule, GreedyRule, LeviathanRule, 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.decoding.cost_measure import cost_key
 from specdiff2.decoding.cost_table import CostTable
-from specdiff2.decoding.engine import SpeculativeDecoder
 from specdiff2.decoding.loading import load_speculative_decoder
 from specdiff2.decoding.samplers import SAMPLERS, make_decoder
 from specdiff2.decoding.selection import SelfSelection
+from specdiff2.decoding.speculative import SpeculativeDecoder
 from specdiff2.decoding.timing import Stopwatch
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.protocols import RandomSource

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from specdiff2.decoding.engine import decode, own_sampling
+from specdiff2.decoding.engine import decode
 from specdiff2.decoding.prompting import Prompt, prompt_ids
+from specdiff2.decoding.speculative import own_sampling
 from specdiff2.decoding.stopping import OnTokens
 from specdiff2.protocols import RandomSource, Verifier
 from specdiff2.rng import TorchRandomSource

@@ -22,8 +22,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from specdiff2.decoding.engine import own_sampling
 from specdiff2.decoding.prompting import Prompt, prompt_ids
+from specdiff2.decoding.speculative import own_sampling
 from specdiff2.decoding.stopping import Completion, OnTokens
 from specdiff2.decoding.timing import Stopwatch
 from specdiff2.models.verifier import HFVerifier

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
-from specdiff2.decoding.engine import SpeculativeDecoder, window_length
 from specdiff2.decoding.samplers import check_grown_sampling, check_sampler, make_decoder
+from specdiff2.decoding.speculative import SpeculativeDecoder, window_length
 from specdiff2.decoding.tree_growth import NumNodes, growth_settings
 from specdiff2.protocols import Drafter
 from specdiff2.types import MismatchError, SamplingParams

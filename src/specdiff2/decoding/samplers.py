@@ -12,8 +12,8 @@ from pathlib import Path
 from specdiff2.decoding.acceptance import check_combination, make_rule
 from specdiff2.decoding.cost_measure import cost_key, measure_costs
 from specdiff2.decoding.cost_table import load_or_measure
-from specdiff2.decoding.engine import SpeculativeDecoder, own_sampling, window_length
 from specdiff2.decoding.selection import SelfSelection
+from specdiff2.decoding.speculative import SpeculativeDecoder, own_sampling, window_length
 from specdiff2.decoding.tree_growth import GrowthSettings, NumNodes, TreeGrowth, check_growth, growth_settings
 from specdiff2.protocols import AcceptanceRule, Drafter, Verifier
 from specdiff2.types import ConfigError, SamplingParams

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
-from specdiff2.decoding.engine import Drafting, SpeculativeDecoder
+from specdiff2.decoding.engine import Drafting
+from specdiff2.decoding.speculative import SpeculativeDecoder
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.compiled import NODE_BUCKETS, find_compiler
 from specdiff2.models.dtypes import pick_device

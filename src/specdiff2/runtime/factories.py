@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from specdiff2.data.prompt import PromptSource
 from specdiff2.data.prompts import GsmSymbolicPrompts
 from specdiff2.decoding.acceptance import check_combination, make_rule
-from specdiff2.decoding.engine import SpeculativeDecoder, check_confidence
 from specdiff2.decoding.samplers import check_grown_sampling, default_draft_temperature, make_growth
 from specdiff2.decoding.selection import make_selector
+from specdiff2.decoding.speculative import SpeculativeDecoder, check_confidence
 from specdiff2.decoding.tree_growth import GrowthSettings, NumNodes, check_growth, growth_settings
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule, Stage
