@@ -66,6 +66,7 @@ def load_speculative_decoder(
     settings = check_sampler(sampler, num_drafts, num_nodes)
     window = check_gamma(gamma, drafter, verifier)
     budget = settings.num_nodes if num_nodes is None else num_nodes
+    lookup_tokens = settings.lookup_tokens if lookup_tokens is None else lookup_tokens
     grown = growth_settings(budget, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
     if grown is not None:
         check_grown_sampling(draft_sampling)

@@ -29,7 +29,8 @@ class Sampler:
     rule: str
     self_selection: bool
     num_drafts: int
-    num_nodes: int | None = None
+    num_nodes: NumNodes | None = None
+    lookup_tokens: int | None = None
 
 
 SAMPLERS = {
@@ -37,6 +38,8 @@ SAMPLERS = {
     "specdiff2": Sampler("greedy", self_selection=True, num_drafts=8),  # SpecDiff-2: K drafts, best one verified
     "tree_match": Sampler("tree_match", self_selection=False, num_drafts=8),
     "tree": Sampler("tree_match", self_selection=False, num_drafts=1, num_nodes=32),  # grown from the drafter's law
+    # the same with a chain copied from the text, as large as pays on this machine
+    "tree_lookup": Sampler("tree_match", self_selection=False, num_drafts=1, num_nodes="auto", lookup_tokens=8),
     "leviathan": Sampler("leviathan", self_selection=False, num_drafts=1),
     "block": Sampler("block", self_selection=False, num_drafts=1),
     "specinfer": Sampler("specinfer", self_selection=False, num_drafts=8),
@@ -140,6 +143,7 @@ def make_decoder(
     rule = make_rule(settings.rule)
     num_drafts = settings.num_drafts if num_drafts is None else num_drafts
     num_nodes = settings.num_nodes if num_nodes is None else num_nodes
+    lookup_tokens = settings.lookup_tokens if lookup_tokens is None else lookup_tokens
     grown = growth_settings(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
     if grown is not None:
         check_grown_sampling(draft_sampling)
