@@ -84,6 +84,11 @@ class WindowLaw:
         bias = self.drafter.markov.inputs(self.gates[depth], row) @ outputs[depth].mT
         return (base[depth] + bias).log_softmax(-1), ids[depth]
 
+    def prepare(self) -> None:
+        """Compute what ``candidates`` reads: part of the drafter's pass, not of growing a tree."""
+        if not self.factorised:
+            self._short_lists()
+
     def _short_lists(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """For all positions, once per window: verifier ids, base logits and Markov outputs of the candidates."""
         if not self._lists:
@@ -183,7 +188,7 @@ class WindowSession(ABC):
         if num_drafts < 1:
             raise ConfigError(f"num_drafts={num_drafts!r}: expected an integer >= 1")
         with torch.inference_mode():
-            law = self.law(gamma)
+            law = self._law(gamma)
             if self.min_confidence > 0.0:
                 law = law.first(confident_length(law, self.min_confidence))
             return draw_drafts(law, num_drafts, self._sampling, rng, needs_probs)
@@ -194,6 +199,12 @@ class WindowSession(ABC):
         Raises:
             ConfigError: gamma below 1.
         """
+        with torch.inference_mode():
+            law = self._law(gamma)
+            law.prepare()
+            return law
+
+    def _law(self, gamma: int) -> WindowLaw:
         if gamma < 1:
             raise ConfigError(f"gamma={gamma!r}: expected an integer >= 1")
         with torch.inference_mode():
