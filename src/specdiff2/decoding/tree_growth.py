@@ -32,7 +32,7 @@ from specdiff2.tree import TokenTree
 from specdiff2.types import ConfigError
 
 NumNodes = int | Literal["auto"]
-MAX_NODES = 64
+MAX_NODES = 32
 
 
 @dataclass(frozen=True, slots=True)
