@@ -197,7 +197,7 @@ def test_sampler_settings_make_a_decoder_with_a_grown_tree(tmp_path: Path) -> No
         "x", "tree_match", "d", num_nodes="auto", tree_temperature=0.7, cost_folder=str(tmp_path)
     )
     decoder = settings.make(tiny_verifier(), RandomDrafter(64, 3))
-    described = {"num_nodes": "auto", "max_nodes": 64, "tree_temperature": 0.7}
+    described = {"num_nodes": "auto", "max_nodes": 32, "tree_temperature": 0.7}
     assert decoder.describe() == described | {"lookup_tokens": 0, "lookup_ngram": 3}
     assert len(list(tmp_path.glob("*.json"))) == 1
     plain = SamplerSettings("x", "greedy", "d").make(tiny_verifier(), RandomDrafter(64, 3))
