@@ -157,7 +157,8 @@ def data_facts(folders: Sequence[Path]) -> list[DataFacts]:
     rollouts = [rollout for folder in folders for rollout in RolloutStore.open(folder).load()]
 
     def source(rollout: Rollout) -> str:
-        return rollout.rollout_id.split("/")[0]
+        # gsm8k_train/00049/T0/0 -> gsm8k_train; numbered ids are one source: seed_task_12/T0/0 -> seed_task
+        return re.sub(r"[_-]\d+$", "", rollout.rollout_id.split("/")[0])
 
     facts = []
     for name, group in itertools.groupby(sorted(rollouts, key=source), source):
