@@ -92,7 +92,7 @@ def test_cases_1_and_5_tempered_laws_on_either_side(
     decoder = make_decoder(
         verifier, TableDrafter(draft_law.tolist()), sampler=sampler, num_drafts=num_drafts,
         verifier_sampling=verifier_sampling,
-        draft_sampling=None if sampler == "tree" else draft_sampling,  # a grown tree draws nothing
+        draft_sampling=None if SAMPLERS[sampler].num_nodes else draft_sampling,  # a grown tree draws nothing
     )  # fmt: skip
 
     def tempered(context: Tokens) -> Tensor:
@@ -140,14 +140,22 @@ def real_drafter(verifier: HFVerifier, kind: str) -> BlockDrafter:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("sampler", "num_drafts"),
-    [("leviathan", 1), ("block", 1), ("specinfer", 2), ("traversal", 2), ("tree_match", 2), ("tree", 1)],
+    [
+        ("leviathan", 1),
+        ("block", 1),
+        ("specinfer", 2),
+        ("traversal", 2),
+        ("tree_match", 2),
+        ("tree", 1),
+        ("tree_lookup", 1),
+    ],
 )
 def test_real_models_keep_the_law(sampler: str, num_drafts: int, kind: str) -> None:
     """HFVerifier and BlockDrafter with their caches, against plain forwards; float32, so within rounding."""
     verifier = tiny_verifier(vocab=2, seed=5)
     decoder = make_decoder(
         verifier, real_drafter(verifier, kind), sampler=sampler, num_drafts=num_drafts, verifier_sampling=T1,
-        draft_sampling=None if sampler == "tree" else SamplingParams(0.8),  # a grown tree draws nothing
+        draft_sampling=None if SAMPLERS[sampler].num_nodes else SamplingParams(0.8),  # a grown tree draws nothing
     )  # fmt: skip
 
     def plain(context: Tokens) -> Tensor:
