@@ -67,11 +67,7 @@ class TokenTree:
         for node, parent in enumerate(parents, start=1):
             if not 0 <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}: expected a node before it, 0 .. {node - 1}")
-        chain = [0]
-        for node, parent in enumerate(parents, start=1):
-            if parent == chain[-1]:
-                chain.append(node)
-        return cls([root, *tokens], [-1, *parents], [chain[1:]] if tokens else [])
+        return cls([root, *tokens], [-1, *parents], [first_children(parents)] if tokens else [])
 
     @classmethod
     def root_only(cls, root: int) -> TokenTree:
@@ -117,3 +113,12 @@ class TokenTree:
     def select(self, chain: int) -> TokenTree:
         """The same nodes with only ``chain`` left to verify (the scores of all nodes stay valid)."""
         return TokenTree(self.tokens, self.parents, [self.chain_nodes[chain]])
+
+
+def first_children(parents: Sequence[int]) -> list[int]:
+    """Nodes from the root, excluded, to the first-listed child while there is one (``parents`` without the root)."""
+    chain = [0]
+    for node, parent in enumerate(parents, start=1):
+        if parent == chain[-1]:
+            chain.append(node)
+    return chain[1:]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.decoding.samplers import check_grown_sampling, check_sampler, make_decoder
 from specdiff2.decoding.speculative import SpeculativeDecoder, window_length
-from specdiff2.decoding.tree_growth import NumNodes, growth_settings
+from specdiff2.decoding.tree_growth import NumNodes
 from specdiff2.protocols import Drafter
 from specdiff2.types import MismatchError, SamplingParams
 
@@ -65,9 +65,7 @@ def load_speculative_decoder(
     # what can be refused without a model is refused before the verifier, the slow part, loads
     settings = check_sampler(sampler, num_drafts, num_nodes)
     window = check_gamma(gamma, drafter, verifier)
-    budget = settings.num_nodes if num_nodes is None else num_nodes
-    lookup_tokens = settings.lookup_tokens if lookup_tokens is None else lookup_tokens
-    grown = growth_settings(budget, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
+    grown = settings.growth(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
     if grown is not None:
         check_grown_sampling(draft_sampling)
         grown.check_gamma(window)

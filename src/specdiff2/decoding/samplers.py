@@ -32,6 +32,23 @@ class Sampler:
     num_nodes: NumNodes | None = None
     lookup_tokens: int | None = None
 
+    def growth(
+        self,
+        num_nodes: NumNodes | None,
+        max_nodes: int | None,
+        tree_temperature: float | None,
+        lookup_tokens: int | None,
+        lookup_ngram: int | None,
+    ) -> GrowthSettings | None:
+        """``growth_settings`` with this sampler's own values where None is given."""
+        return growth_settings(
+            self.num_nodes if num_nodes is None else num_nodes,
+            max_nodes,
+            tree_temperature,
+            self.lookup_tokens if lookup_tokens is None else lookup_tokens,
+            lookup_ngram,
+        )
+
 
 SAMPLERS = {
     "specdiff": Sampler("greedy", self_selection=False, num_drafts=1),  # SpecDiff: one draft
@@ -142,9 +159,7 @@ def make_decoder(
     settings = check_sampler(sampler, num_drafts, num_nodes)
     rule = make_rule(settings.rule)
     num_drafts = settings.num_drafts if num_drafts is None else num_drafts
-    num_nodes = settings.num_nodes if num_nodes is None else num_nodes
-    lookup_tokens = settings.lookup_tokens if lookup_tokens is None else lookup_tokens
-    grown = growth_settings(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
+    grown = settings.growth(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
     if grown is not None:
         check_grown_sampling(draft_sampling)
     elif draft_sampling is None:

@@ -32,6 +32,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdiff2.protocols import DraftLaw
+from specdiff2.tree import first_children
 from specdiff2.types import ConfigError
 
 # (depth, previous token ids [parent]) -> log-probabilities of the candidates [parent, candidate], their ids [candidate]
@@ -144,7 +145,7 @@ def with_copy(
         log_prob: of each of its tokens given the ones before.
         keep_chain: the argmax chain of ``nodes`` stays inside, as in ``best_first``.
     """
-    chain = _first_children(nodes.parents)
+    chain = set(first_children(nodes.parents))
     tokens_of, parents, scores = [-1, *nodes.tokens], [-1, *nodes.parents], [0.0, *nodes.log_probs]
     children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens_of, strict=True))}
     node = 0
@@ -164,15 +165,6 @@ def with_copy(
     # parents never score below their children and have smaller numbers, so they come first among equals
     order = sorted(candidates, key=lambda candidate: (-candidate.score, candidate.key))
     return _take(order, [c for c in candidates if c.on_chain], min(num_nodes, len(candidates)))
-
-
-def _first_children(parents: Sequence[int]) -> set[int]:
-    """Nodes of the chain from the root to the first-listed child while there is one."""
-    chain = [0]
-    for node, parent in enumerate(parents, start=1):
-        if parent == chain[-1]:
-            chain.append(node)
-    return set(chain[1:])
 
 
 def best_prefix(log_probs: Sequence[float], round_s: Float[Tensor, " count"]) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdiff2.models.layer_stack import run_stack
-from specdiff2.models.verifier_context import ContextShape, VerifierContext
+from specdiff2.models.verifier_context import ContextShape, prefix_cache
 from specdiff2.models.window_session import WindowSession
 from specdiff2.types import ConfigError, MismatchError, SamplingParams
 
@@ -95,12 +95,12 @@ class ContextDrafterSession(WindowSession):
         cache.truncate(num_cached)  # drops the nodes of a tree that was scored and never committed
         cache.reserve(num_cached + gamma)
         mask = inputs.new_zeros((1, 1, gamma, num_cached + gamma))  # every column sees the prefix and the window
-        if session.cache_dtype == drafter.dtype:
-            hidden = run_stack(drafter.stack, inputs[None], mask, positions, self._steps[:gamma], self._lent)
-            cache.truncate(num_cached)
-            return hidden
-        context = VerifierContext(self._packed(num_cached), self._shape)  # another dtype: read from a copy
-        return run_stack(drafter.stack, inputs[None], mask, positions, self._steps[:gamma], context.cache())
+        lent = self._lent  # written in place; another dtype reads converted copies instead
+        if session.cache_dtype != drafter.dtype:
+            lent = prefix_cache([cache.keys_values(index) for index in self._shape.layer_indices])
+        hidden = run_stack(drafter.stack, inputs[None], mask, positions, self._steps[:gamma], lent)
+        cache.truncate(num_cached)
+        return hidden
 
     def _inputs(self, gamma: int, fixed: Tensor | None) -> Float[Tensor, "gamma hidden"]:
         drafter = self._drafter
@@ -122,12 +122,3 @@ class ContextDrafterSession(WindowSession):
             return features
         width = len(self._shape.feature_layers) * self._shape.hidden_size
         return torch.zeros(width, dtype=self._drafter.dtype, device=self._drafter.device)
-
-    def _packed(self, num_cached: int) -> Float[Tensor, "1 length width"]:
-        """Keys and values of the committed tokens in the layout of ``VerifierContext``, without hidden states."""
-        parts = []
-        for index in self._shape.layer_indices:
-            stored = self._session.cache.keys_values(index)
-            parts += [part[0, :, :num_cached].transpose(0, 1).flatten(1) for part in stored]
-        empty = parts[0].new_zeros((num_cached, len(self._shape.feature_layers) * self._shape.hidden_size))
-        return torch.cat([*parts, empty], dim=-1)[None]

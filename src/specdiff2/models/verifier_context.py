@@ -60,10 +60,15 @@ class VerifierContext:
         end = 2 * num_layers * shape.num_heads * shape.head_dim
         parts = self.packed[..., :end].unflatten(-1, (2 * num_layers, shape.num_heads, shape.head_dim))
         parts = parts.permute(2, 0, 3, 1, 4)  # [2 * layer, batch, head, length, head_dim]
-        return Cache(layers=[_PrefixLayer(parts[2 * i], parts[2 * i + 1]) for i in range(num_layers)])
+        return prefix_cache([(parts[2 * i], parts[2 * i + 1]) for i in range(num_layers)])
 
     def features(self) -> Float[Tensor, "batch length feature_width"]:
         return self.packed[..., self.shape.width - len(self.shape.feature_layers) * self.shape.hidden_size :]
+
+
+def prefix_cache(layers: Sequence[tuple[Tensor, Tensor]]) -> Cache:
+    """A stack's cache of fixed (keys, values) per layer, read in whatever dtype the stack computes in."""
+    return Cache(layers=[_PrefixLayer(keys, values) for keys, values in layers])
 
 
 class _PrefixLayer(CacheLayerMixin):
