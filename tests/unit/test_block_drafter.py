@@ -369,7 +369,7 @@ def test_other_dtypes_than_the_verifiers(verifier, dtype: torch.dtype, tolerance
     reference = drafter(batch)
     cast = copy.deepcopy(drafter).to(dtype)
     assert torch.equal(cast.stack.rotary_emb.inv_freq, drafter.stack.rotary_emb.inv_freq), "rounded frequencies"
-    assert cast.borrowed is drafter.borrowed, "a copy borrows from the same verifier"
+    assert cast.embeddings is drafter.embeddings, "a copy borrows from the same verifier"
     for logits in (cast(batch)[0], cast.start(row, GREEDY, 9).window_logits(GAMMA)):
         assert gap(logits, reference[0]) < tolerance * reference.abs().max()
     assert cast(batch).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

@@ -309,7 +309,7 @@ def test_the_fit_recovers_a_linear_relation_and_starts_better_than_nothing() -> 
     def error() -> float:
         context = drafter.context.read(make_batch([rows[0][0]], [(0, 3)]))
         features = context.features()[0, 2:-1]
-        embedding = drafter.borrowed.embed(torch.tensor(rows[0][0][3:]), torch.float32)
+        embedding = drafter.embeddings.embed(torch.tensor(rows[0][0][3:]), torch.float32)
         fused = drafter.context_input.fuse(embedding, features)
         return (drafter.context_input.anchor(fused) - target).square().mean().item()
 

@@ -63,6 +63,20 @@ def test_slots_and_reads_stand_at_their_positions(attention: str, shifted: bool)
     assert layout.slot_index.unique().numel() == layout.slot_index.numel(), "no two slots share a column"
 
 
+@pytest.mark.parametrize("attention", ["causal_prefix", "bidirectional"])
+def test_a_whole_window_has_its_last_slot_and_reads_as_before(attention: str) -> None:
+    gamma = 3
+    whole = window_layout(LENGTHS, WINDOW_ROW, ANCHOR, gamma, attention=attention, shifted=True, whole_window=True)
+    positions = whole.position_ids.flatten()
+    assert torch.equal(positions[whole.slot_index], ANCHOR[:, None] + 1 + torch.arange(gamma))
+    assert torch.equal(positions[whole.read_index], ANCHOR[:, None] + torch.arange(gamma))
+    assert torch.equal(whole.read_index[:, 1:], whole.slot_index[:, :-1]), "the last slot is seen, not read"
+    unshifted = window_layout(LENGTHS, WINDOW_ROW, ANCHOR, gamma, attention=attention)
+    assert torch.equal(whole.allowed, unshifted.allowed) and torch.equal(whole.position_ids, unshifted.position_ids)
+    same = window_layout(LENGTHS, WINDOW_ROW, ANCHOR, gamma, attention=attention, whole_window=True)
+    assert torch.equal(same.read_index, unshifted.read_index), "without a shift every window is whole"
+
+
 def test_bidirectional_mask_shows_prefix_and_window_only() -> None:
     layout = window_layout(LENGTHS, WINDOW_ROW, ANCHOR, 2, attention="bidirectional")
     for window, anchor in enumerate(ANCHOR.tolist()):

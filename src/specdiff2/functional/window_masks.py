@@ -10,7 +10,8 @@ A packed row is ``[tokens 0 .. num_tokens-1 | mask slots]``. Two attention modes
   number of windows per rollout.
 
 Window layouts: not shifted, slot j stands at position anchor+1+j and its output predicts that position; shifted, the
-output at position t predicts t+1, so the rows read are the anchor and ``gamma - 1`` slots.
+output at position t predicts t+1, so the rows read are the anchor and ``gamma - 1`` slots. With ``whole_window`` a
+shifted window has its last slot as well: nobody reads its output, but the other slots see it.
 
 Pure index arithmetic, vectorised over windows and positions; knows no model. The only attention values here are
 booleans: ``functional.attention_masks.additive_mask`` turns them into numbers.
@@ -38,7 +39,7 @@ class WindowLayout:
         source_row: rollout that each packed row carries.
         position_ids: position of each column in its rollout.
         slot_index: flat index (packed row * columns + column) of each window's slots; slot j is the place of
-            ``targets[:, j]``. ``gamma`` slots, or ``gamma - 1`` when shifted.
+            ``targets[:, j]``. ``num_slots(gamma, ...)`` of them.
         read_index: flat index of the column whose output predicts each drafted position.
         allowed: which columns (last axis) each column may attend to; ``query`` is 1 where all are alike.
     """
@@ -59,6 +60,7 @@ def window_layout(
     *,
     attention: str = "causal_prefix",
     shifted: bool = False,
+    whole_window: bool = False,
 ) -> WindowLayout:
     """Lay out at least one window; see the module docstring.
 
@@ -66,7 +68,7 @@ def window_layout(
         ConfigError: unknown attention mode, gamma < 1, no window, or an anchor outside its rollout.
     """
     _check(lengths, window_row, anchor, gamma, attention)
-    num_slots = gamma - 1 if shifted else gamma
+    slots = num_slots(gamma, shifted, whole_window)
     num_tokens = int(anchor.max()) + 1
     if attention == "causal_prefix":
         packed_row, rank = window_row, rank_in_row(window_row)
@@ -75,24 +77,29 @@ def window_layout(
     else:
         packed_row, rank = torch.arange(anchor.shape[0], device=anchor.device), torch.zeros_like(anchor)
         source_row, num_ranks = window_row, 1
-    num_rows, num_columns = source_row.shape[0], num_tokens + num_ranks * num_slots
+    num_rows, num_columns = source_row.shape[0], num_tokens + num_ranks * slots
 
     # anchors by (packed row, rank); -1 marks places without a window
     anchors = anchor.new_full((num_rows, num_ranks), -1)
     anchors[packed_row, rank] = anchor
-    step = torch.arange(num_slots, device=anchor.device)
+    step = torch.arange(slots, device=anchor.device)
     slot_positions = (anchors.clamp(min=0)[..., None] + 1 + step).flatten(1)
     token_positions = torch.arange(num_tokens, device=anchor.device).expand(num_rows, -1)
-    slot_index = (packed_row * num_columns + num_tokens + rank * num_slots)[:, None] + step
+    slot_index = (packed_row * num_columns + num_tokens + rank * slots)[:, None] + step
     anchor_index = (packed_row * num_columns + anchor)[:, None]
     return WindowLayout(
         num_tokens=num_tokens,
         source_row=source_row,
         position_ids=torch.cat([token_positions, slot_positions], dim=1),
         slot_index=slot_index,
-        read_index=torch.cat([anchor_index, slot_index], dim=1) if shifted else slot_index,
-        allowed=packed_window_mask(anchors, num_tokens, num_slots, attention),
+        read_index=torch.cat([anchor_index, slot_index[:, : gamma - 1]], dim=1) if shifted else slot_index,
+        allowed=packed_window_mask(anchors, num_tokens, slots, attention),
     )
+
+
+def num_slots(gamma: int, shifted: bool, whole_window: bool = False) -> int:
+    """Masked inputs of a window of ``gamma`` drafted positions."""
+    return gamma - 1 if shifted and not whole_window else gamma
 
 
 def context_layout(

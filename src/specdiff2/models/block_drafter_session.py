@@ -16,14 +16,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdiff2.functional.attention_masks import additive_mask
-from specdiff2.functional.window_masks import decode_mask
+from specdiff2.functional.window_masks import decode_mask, num_slots
 from specdiff2.models.kv_cache import PreallocatedCache
 from specdiff2.models.layer_stack import run_stack
 from specdiff2.models.window_session import WindowSession
 from specdiff2.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specdiff2.models.block_drafter import BlockDrafter
+    from specdiff2.models.window_drafter import WindowDrafter
 
 PREFILL_CHUNK = 512  # tokens a pass while reading the prompt: bounds the mask to 512 x prompt
 
@@ -32,7 +32,7 @@ class BlockDrafterSession(WindowSession):
     """See ``protocols.DrafterSession``. Reads the prompt at construction."""
 
     def __init__(
-        self, drafter: BlockDrafter, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int
+        self, drafter: WindowDrafter, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int
     ) -> None:
         self._drafter = drafter
         self._sampling = sampling
@@ -57,23 +57,33 @@ class BlockDrafterSession(WindowSession):
         """Newly committed tokens. They are read by the next ``propose``."""
         self._tokens.extend(tokens)
 
+    def rewrite(self, tokens: Sequence[int]) -> None:
+        """The committed tokens are now these (at least one): what they share with the old ones stays cached."""
+        shared = 0
+        while shared < min(len(tokens), len(self._tokens)) and tokens[shared] == self._tokens[shared]:
+            shared += 1
+        self._tokens = list(tokens)
+        if self._cache is not None and self._cache.length > shared:
+            self._cache.truncate(shared)
+
     @property
     def last_token(self) -> int:
         return self._tokens[-1]
 
     def window_states(self, gamma: int, fixed: Int[Tensor, " gamma"] | None = None) -> Float[Tensor, "gamma hidden"]:
         with torch.inference_mode():
-            slots = self._slot_embeddings(gamma - 1 if self._shifted else gamma, fixed)
-            return self._run_whole(slots) if self._cache is None else self._run_cached(slots, self._cache)
+            slots = self._slot_embeddings(num_slots(gamma, self._shifted, self._drafter.whole_window), fixed)
+            states = self._run_whole(slots) if self._cache is None else self._run_cached(slots, self._cache)
+            return states[:gamma]
 
-    def _slot_embeddings(self, num_slots: int, fixed: Tensor | None) -> Float[Tensor, "slot hidden"]:
+    def _slot_embeddings(self, count: int, fixed: Tensor | None) -> Float[Tensor, "slot hidden"]:
         assert self._drafter.mask_embedding is not None  # not conditioned
-        masks = self._drafter.mask_embedding.expand(num_slots, -1)
+        masks = self._drafter.mask_embedding.expand(count, -1)
         if fixed is None:
             return masks
-        shown = fixed[:num_slots]
+        shown = fixed[:count]
         ids = self._drafter.draft_vocab_ids[shown.clamp(min=0)]
-        return torch.where(shown[:, None] < 0, masks, self._drafter.borrowed.embed(ids, masks.dtype))
+        return torch.where(shown[:, None] < 0, masks, self._drafter.embeddings.embed(ids, masks.dtype))
 
     def _run_cached(
         self, slots: Float[Tensor, "slot hidden"], cache: PreallocatedCache
@@ -82,11 +92,11 @@ class BlockDrafterSession(WindowSession):
         num_committed = len(self._tokens)
         if self._shifted and cache.length == num_committed:
             cache.truncate(num_committed - 1)  # the anchor's own output is read: compute it again
-        num_cached, num_slots = cache.length, slots.shape[0]
+        num_cached, count = cache.length, slots.shape[0]
         num_new = num_committed - num_cached
-        cache.reserve(num_committed + num_slots)
+        cache.reserve(num_committed + count)
         embeddings = torch.cat([self._embed(num_cached, num_committed), slots])
-        mask = decode_mask(num_cached, num_new, num_slots, slots.device)
+        mask = decode_mask(num_cached, num_new, count, slots.device)
         first_read = num_new - 1 if self._shifted else num_new
         hidden = self._run(embeddings, mask, num_cached, first_read)
         cache.truncate(num_committed)
@@ -110,7 +120,7 @@ class BlockDrafterSession(WindowSession):
     def _embed(self, start: int, stop: int) -> Float[Tensor, "token hidden"]:
         drafter = self._drafter
         ids = torch.tensor(self._tokens[start:stop], dtype=torch.long, device=drafter.device)
-        return drafter.borrowed.embed(ids, drafter.dtype)
+        return drafter.embeddings.embed(ids, drafter.dtype)
 
     def _run(self, embeddings: Tensor, mask: Tensor, first_position: int, first_read: int) -> Tensor:
         """Outputs of the rows from ``first_read`` on; rows stand at consecutive positions."""

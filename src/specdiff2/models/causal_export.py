@@ -150,7 +150,7 @@ def _causal_lm(drafter: BlockDrafter, verifier: HFVerifier) -> PreTrainedModel:
     embedding: Any = verifier.model.get_input_embeddings()
     head: Any = verifier.model.get_output_embeddings()
     config = AutoConfig.for_model(**drafter.config.base_config)
-    config.vocab_size = drafter.borrowed.num_rows
+    config.vocab_size = drafter.embeddings.num_rows
     config.use_cache = True
     config.tie_word_embeddings = head.weight is embedding.weight
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

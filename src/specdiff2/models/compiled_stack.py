@@ -140,7 +140,7 @@ class DraftPass(nn.Module):
         self.context_input = drafter.context_input
         self.embedding: Any = verifier.model.get_input_embeddings()
         self.gamma = drafter.gamma
-        weight, bias = drafter.borrowed.rows(drafter.dtype, drafter.device)
+        weight, bias = drafter.embeddings.rows(drafter.dtype, drafter.device)
         # parameters, not plain tensors: only those are packed when the graph is frozen
         self.head_weight = nn.Parameter(weight, requires_grad=False)
         self.head_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)

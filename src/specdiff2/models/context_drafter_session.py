@@ -106,12 +106,12 @@ class ContextDrafterSession(WindowSession):
         drafter = self._drafter
         features = self._features()
         token = torch.tensor(self.last_token, device=drafter.device)
-        inputs = self._input(self._input.fuse(drafter.borrowed.embed(token, drafter.dtype), features), gamma)
+        inputs = self._input(self._input.fuse(drafter.embeddings.embed(token, drafter.dtype), features), gamma)
         if fixed is None or gamma == 1:
             return inputs
         shown = fixed[: gamma - 1]
         ids = drafter.draft_vocab_ids[shown.clamp(min=0)]
-        fused = self._input.fuse(drafter.borrowed.embed(ids, drafter.dtype), features.expand(gamma - 1, -1))
+        fused = self._input.fuse(drafter.embeddings.embed(ids, drafter.dtype), features.expand(gamma - 1, -1))
         slots = torch.where(shown[:, None] < 0, inputs[1:], self._input.anchor(fused))
         return torch.cat([inputs[:1], slots])
 

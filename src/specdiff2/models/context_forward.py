@@ -46,12 +46,12 @@ def _window_inputs(
     gamma = batch.targets.shape[1]
     features = context.features()[batch.window_row, (batch.anchor - 1).clamp(min=0)]
     features = features.masked_fill((batch.anchor == 0)[:, None], 0.0)  # no token before the first one
-    embedding = drafter.borrowed.embed(batch.input_ids[batch.window_row, batch.anchor], drafter.dtype)
+    embedding = drafter.embeddings.embed(batch.input_ids[batch.window_row, batch.anchor], drafter.dtype)
     inputs = make(make.fuse(embedding, features), gamma)
     revealed = (batch.revealed & batch.valid)[:, : gamma - 1]
     if not bool(revealed.any()):
         return inputs
-    shown = drafter.borrowed.embed(torch.where(revealed, batch.targets[:, : gamma - 1], 0), drafter.dtype)
+    shown = drafter.embeddings.embed(torch.where(revealed, batch.targets[:, : gamma - 1], 0), drafter.dtype)
     fused = make.fuse(shown, features[:, None].expand(-1, gamma - 1, -1))
     slots = torch.where(revealed[..., None], make.anchor(fused), inputs[:, 1:])
     return torch.cat([inputs[:, :1], slots], dim=1)

@@ -18,10 +18,10 @@ from specdiff2.models.layer_stack import run_stack
 from specdiff2.types import WindowBatch
 
 if TYPE_CHECKING:
-    from specdiff2.models.block_drafter import BlockDrafter
+    from specdiff2.models.window_drafter import WindowDrafter
 
 
-def layout_of(drafter: BlockDrafter, batch: WindowBatch) -> WindowLayout:
+def layout_of(drafter: WindowDrafter, batch: WindowBatch) -> WindowLayout:
     """Where everything goes in the packed batch; the window length is that of ``batch.targets``."""
     return window_layout(
         batch.lengths,
@@ -30,11 +30,12 @@ def layout_of(drafter: BlockDrafter, batch: WindowBatch) -> WindowLayout:
         batch.targets.shape[1],
         attention=drafter.config.attention,
         shifted=drafter.config.shifted,
+        whole_window=drafter.whole_window,
     )
 
 
 def packed_states(
-    drafter: BlockDrafter, batch: WindowBatch, layout: WindowLayout, read_index: Int[Tensor, "*shape"]
+    drafter: WindowDrafter, batch: WindowBatch, layout: WindowLayout, read_index: Int[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape hidden"]:
     """Normalised outputs of the columns ``read_index`` (flat: packed row * columns + column), in its shape."""
     mask = additive_mask(layout.allowed, drafter.compute_dtype).expand(-1, -1, layout.position_ids.shape[1], -1)
@@ -43,7 +44,7 @@ def packed_states(
 
 
 def packed_embeddings(
-    drafter: BlockDrafter, batch: WindowBatch, layout: WindowLayout
+    drafter: WindowDrafter, batch: WindowBatch, layout: WindowLayout
 ) -> Float[Tensor, "row column hidden"]:
     """Token embeddings, then per slot the mask embedding or, where revealed, the teacher's token."""
     num_rows, num_columns = layout.position_ids.shape
@@ -60,4 +61,4 @@ def packed_embeddings(
     ids.view(-1)[slots] = batch.targets[:, :num_slots][revealed]
     masked.view(-1)[slots] = False
     assert drafter.mask_embedding is not None  # not conditioned
-    return torch.where(masked[..., None], drafter.mask_embedding, drafter.borrowed.embed(ids, drafter.dtype))
+    return torch.where(masked[..., None], drafter.mask_embedding, drafter.embeddings.embed(ids, drafter.dtype))

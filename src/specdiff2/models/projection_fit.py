@@ -67,7 +67,7 @@ def _example(drafter: BlockDrafter, ids: list[int], first: int) -> tuple[Tensor,
     assert hidden is not None  # just asked for
     features = torch.cat([hidden[index][0] for index in context.shape.feature_layers], dim=-1)
     features = torch.cat([torch.zeros_like(features[:1]), features[:-1]])  # those of the token before
-    embedding = drafter.borrowed.embed(tokens[0], torch.float32)
+    embedding = drafter.embeddings.embed(tokens[0], torch.float32)
     fused = source.fuse(embedding, features.float())[first:]
     return fused, hidden[context.shape.layer_indices[0]][0, first:].float()
 

@@ -1,8 +1,9 @@
 """What the decoding sessions of block drafters share: from the states of one window to its law and to drafts.
 
-With ``denoising_steps`` S > 1 there are S passes. The first S-1 each fix ceil(remaining / steps left) of the most
-confident positions to their argmax and show those tokens to the next pass; the law of the positions left comes from
-the last one. A fixed position is one-hot in the law, so ``tokens ~ draft_probs`` is exact.
+With ``denoising_steps`` S > 1 there are S passes. The first S-1 each fix ceil(remaining / steps left) of the open
+positions (by confidence, or another order of ``functional.unmasking``) to their argmax and show those tokens to the
+next pass; the law of the positions left comes from the last one. A fixed position is one-hot in the law, so
+``tokens ~ draft_probs`` is exact.
 
 With a Markov head a position's law depends on the token before it. Drafts then are drawn position by position. A rule
 that reads the draft probabilities of several chains needs one law per position for all of them: it gets the law given
@@ -21,11 +22,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdiff2.functional.sampling import logits_to_probs
+from specdiff2.functional.unmasking import unmasking_scores
 from specdiff2.protocols import RandomSource
 from specdiff2.types import ConfigError, Draft, SamplingParams
 
 if TYPE_CHECKING:
-    from specdiff2.models.block_drafter import BlockDrafter
+    from specdiff2.models.window_drafter import WindowDrafter
 
 
 NUM_CANDIDATES = 256  # tokens per position that a tree is grown from
@@ -35,7 +37,7 @@ NUM_CANDIDATES = 256  # tokens per position that a tree is grown from
 class WindowLaw:
     """See ``protocols.DraftLaw``. ``base``: logits without the Markov head; ``gates``: its gates, or None."""
 
-    drafter: BlockDrafter
+    drafter: WindowDrafter
     root: int
     base: Float[Tensor, "gamma draft_vocab"]
     gates: Float[Tensor, "gamma rank"] | None
@@ -158,8 +160,9 @@ def _draw_in_order(
 class WindowSession(ABC):
     """A session that knows how to run one window; see ``protocols.DrafterSession`` and ``protocols.LawSession``."""
 
-    _drafter: BlockDrafter
+    _drafter: WindowDrafter
     _sampling: SamplingParams
+    _generator: torch.Generator | None = None
     min_confidence: float = 0.0  # drafts end before the argmax chain's probability falls below it; see ``propose``
 
     @property
@@ -169,7 +172,7 @@ class WindowSession(ABC):
 
     @abstractmethod
     def window_states(self, gamma: int, fixed: Int[Tensor, " gamma"] | None = None) -> Float[Tensor, "gamma hidden"]:
-        """States of the window after the committed tokens: what ``BlockDrafter.window_states`` gives for this anchor.
+        """States of the window after the committed tokens: what ``WindowDrafter.window_states`` gives for this anchor.
 
         ``fixed`` holds draft-vocabulary indices to show instead of masks, -1 for a mask.
         """
@@ -222,14 +225,14 @@ class WindowSession(ABC):
     ) -> tuple[Float[Tensor, "gamma hidden"], Float[Tensor, "gamma draft_vocab"]]:
         """``window_states`` and their logits, without the Markov head."""
         states = self.window_states(gamma, fixed)
-        return states, self._drafter.borrowed.logits(states)
+        return states, self._drafter.embeddings.logits(states)
 
     def window_logits(
         self, gamma: int, fixed: Int[Tensor, " gamma"] | None = None
     ) -> Float[Tensor, "gamma draft_vocab"]:
         """Logits of one pass, without the Markov head."""
         with torch.inference_mode():
-            return self._drafter.borrowed.logits(self.window_states(gamma, fixed))
+            return self._drafter.embeddings.logits(self.window_states(gamma, fixed))
 
     def draft_law(self, gamma: int) -> Float[Tensor, "gamma draft_vocab"]:
         """The tempered probabilities of every position (given the argmax chain, with a Markov head)."""
@@ -242,9 +245,16 @@ class WindowSession(ABC):
             return None
         fixed = torch.full((gamma,), -1, device=self._drafter.device)
         for steps_left in range(steps, 1, -1):
-            confidence, best = self.window_logits(gamma, fixed).softmax(-1).max(-1)
-            open_positions = int((fixed < 0).sum())
-            num_fixed = -(-open_positions // steps_left)
-            chosen = confidence.masked_fill(fixed >= 0, -1.0).topk(num_fixed).indices
-            fixed[chosen] = best[chosen]
+            logits = self.window_logits(gamma, fixed)
+            num_fixed = -(-int((fixed < 0).sum()) // steps_left)
+            scores = unmasking_scores(logits, self._drafter.unmasking, self._unmasking_generator)
+            chosen = scores.masked_fill(fixed >= 0, -torch.inf).topk(num_fixed).indices
+            fixed[chosen] = logits.argmax(-1)[chosen]
         return fixed
+
+    @property
+    def _unmasking_generator(self) -> torch.Generator:
+        """For the random order: its own, so that drafts stay independent of the verifier's draws."""
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(0)
+        return self._generator
