@@ -1,9 +1,9 @@
-"""Case 20: the same prompt ids everywhere, with exactly one BOS."""
+"""Case 20: the same prompt ids everywhere, with exactly one BOS; and what a manifest records of how they came about."""
 
 from __future__ import annotations
 
 import pytest
-from helpers import char_tokenizer
+from helpers import byte_tokenizer, char_tokenizer, tiny_verifier
 
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.generate import generate_rollouts
@@ -66,3 +66,35 @@ def test_empty_prompts_are_refused():
 def test_fingerprint_follows_the_template():
     one, other = char_tokenizer(), bos_twice()
     assert ChatEncoder(one).fingerprint == ChatEncoder(char_tokenizer()).fingerprint != ChatEncoder(other).fingerprint
+
+
+THINKING_TEMPLATE = "{{ messages[0]['content'] }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+
+
+def thinking_tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING_TEMPLATE
+    return tokenizer
+
+
+@pytest.mark.parametrize(("thinking", "mode"), [(None, "default"), (True, True), (False, False)])
+def test_encoder_of_a_verifier_has_its_thinking_mode(thinking, mode):
+    tokenizer = thinking_tokenizer()
+    encoder = ChatEncoder.of(tiny_verifier(300, tokenizer=tokenizer, thinking=thinking))
+    assert encoder.thinking_mode == mode
+    expected = "hi" if thinking is None else f"hi{thinking}"
+    for prompt in ("hi", [{"role": "user", "content": "hi"}], Prompt("p", [{"role": "user", "content": "hi"}])):
+        assert tokenizer.decode(encoder.encode(prompt)) == expected
+
+
+def test_thinking_without_the_mode_is_refused_at_once():
+    assert ChatEncoder(char_tokenizer()).thinking_mode is None
+    with pytest.raises(ConfigError, match=r"thinking=false: .* without enable_thinking"):
+        ChatEncoder(char_tokenizer(), False)
+
+
+def test_bos_is_recorded_where_a_setting_decides_about_it():
+    assert ChatEncoder(bos_twice()).bos == 1  # the template asks for bos_token
+    assert ChatEncoder(char_tokenizer(add_bos=True)).bos is None  # "<s>" is spelled out in the template
+    assert ChatEncoder(char_tokenizer(chat=False, add_bos=True)).bos == 1
+    assert ChatEncoder(char_tokenizer(chat=False)).bos is None

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import multiprocessing
 import os
 import resource
 import signal
+from functools import partial
 
 import pytest
+from helpers import byte_tokenizer, tiny_verifier
 
 from specdiff2.data import rollout_files
+from specdiff2.data.chat import ChatEncoder
+from specdiff2.data.generate import generate_rollouts, rollout_fingerprint
+from specdiff2.data.prompt import Prompt
 from specdiff2.data.rollouts import RolloutStore
+from specdiff2.runtime.prompts import LoadedPrompts
+from specdiff2.runtime.rollouts import ensure_rollouts
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, Rollout, StorageError
 
 FINGERPRINT = {"verifier": "v1", "temperatures": [1.0], "prompts": {"source": "x", "seed": 0}}
@@ -199,3 +207,68 @@ def test_a_second_writer_waits_and_sees_what_the_first_wrote(tmp_path):
     process.join(10)
     assert process.exitcode == 0
     assert [r.rollout_id for r in store.load()] == ["r0", "r2", "r1"]
+
+
+# ---------------------------------------------------------------- how prompts were written
+# the manifest of a store that was sampled from SmolLM2 before thinking modes were known; its folder is train-7b9f1b8f
+RECORDED = {
+    "chat_template": "872be49dbb638044",
+    "max_new_tokens": 160,
+    "prompts": {
+        "num_prompts": 512,
+        "reasoning_gym": "0.1.25",
+        "seed": 0,
+        "source": "gsm_symbolic",
+        "split": "train",
+        "templates": "seen",
+    },
+    "samples_per_prompt": 1,
+    "seed": 0,
+    "temperatures": [1.0],
+    "tokenizer": "a0f943b3e000447b8508ec62d6766530",
+    "top_k": 0,
+    "top_p": 1.0,
+    "verifier": "d0b19ca26b66a3ad68cd6a2688493764",
+}
+
+
+def test_a_store_of_a_template_without_the_mode_keeps_its_fingerprint():
+    arguments = {key: value for key, value in RECORDED.items() if key not in ("thinking", "bos")}
+    assert rollout_fingerprint(**arguments, thinking=None, bos=None) == RECORDED
+    assert hashlib.sha256(json.dumps(RECORDED, sort_keys=True).encode()).hexdigest()[:8] == "7b9f1b8f"
+    for key, value in (("thinking", "default"), ("thinking", False), ("bos", 0)):
+        assert rollout_fingerprint(**arguments, **{key: value}) == RECORDED | {key: value}
+
+
+@pytest.mark.real
+def test_smollm2s_template_adds_nothing_to_the_fingerprint(smollm2):
+    encoder = ChatEncoder.of(smollm2)
+    assert (encoder.fingerprint, encoder.thinking_mode, encoder.bos) == (RECORDED["chat_template"], None, None)
+
+
+def thinking_store(folder, thinking, *, named: bool = True) -> RolloutStore:
+    """One rollout of a tiny verifier whose template has a thinking mode."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ bos_token + messages[0]['content'] }}{% if not (enable_thinking | default(true)) %}</think>{% endif %}"
+    )
+    verifier = tiny_verifier(300, tokenizer=tokenizer, thinking=thinking)
+    loaded = LoadedPrompts([Prompt("p", [{"role": "user", "content": "hi"}])], {"source": "test"})
+    generate = partial(generate_rollouts, max_new_tokens=3, progress=False)
+    return ensure_rollouts(verifier, loaded, generate, folder, named=named)
+
+
+def test_a_store_of_another_thinking_mode_is_refused(tmp_path):
+    store = thinking_store(tmp_path / "store", False)
+    assert store.fingerprint["thinking"] is False and store.fingerprint["bos"] == 1
+    (rollout,) = store.load()
+    assert byte_tokenizer().decode(rollout.prompt_ids) == "<s>hi</think>"
+    assert len(thinking_store(tmp_path / "store", False)) == 1  # the same mode goes on
+    for other, shown in ((True, "True"), (None, "'default'")):
+        with pytest.raises(MismatchError, match=f"thinking was False, now it is {shown}"):
+            thinking_store(tmp_path / "store", other)
+
+
+def test_each_thinking_mode_has_an_unnamed_store_of_its_own(tmp_path):
+    stores = [thinking_store(tmp_path / "store", mode, named=False) for mode in (None, True, False)]
+    assert len({store.folder for store in stores}) == 3

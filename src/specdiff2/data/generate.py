@@ -56,6 +56,8 @@ def rollout_fingerprint(
     tokenizer: str,
     chat_template: str,
     prompts: dict[str, Any],
+    thinking: str | bool | None = None,
+    bos: int | None = None,
     temperatures: Sequence[float] = (1.0,),
     top_k: int = 0,
     top_p: float = 1.0,
@@ -66,15 +68,19 @@ def rollout_fingerprint(
     """The fingerprint for ``RolloutStore``: everything that decides which law, and which draw, a rollout is.
 
     ``verifier``, ``tokenizer`` and ``chat_template`` are the fingerprints of those objects, ``prompts`` is the
-    source's ``describe()``. The batch size is not part of it: it changes draws, never the law.
+    source's ``describe()``. ``thinking`` and ``bos`` (``ChatEncoder.thinking_mode``, ``.bos``) are keys only where they
+    are not None: stores of chat templates without them keep the fingerprint that they have. The batch size is not part
+    of it: it changes draws, never the law.
     """
-    return {
+    fingerprint = {
         "verifier": verifier,
         "tokenizer": tokenizer,
         "chat_template": chat_template,
         "prompts": prompts,
         "max_new_tokens": max_new_tokens,
-    } | _sampling_key(temperatures, top_k, top_p, samples_per_prompt, seed)
+    }
+    fingerprint |= {key: value for key, value in (("thinking", thinking), ("bos", bos)) if value is not None}
+    return fingerprint | _sampling_key(temperatures, top_k, top_p, samples_per_prompt, seed)
 
 
 def generate_rollouts(

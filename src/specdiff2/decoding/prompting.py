@@ -11,7 +11,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 def prompt_ids(verifier: Verifier, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: ids pass through, a text or chat messages go through the verifier's chat template.
+    """Token ids of a prompt: ids pass through, a text or chat messages go through the verifier's chat template
+    in the verifier's thinking mode.
 
     Raises:
         ConfigError: empty prompt, or a text for a verifier without tokenizer.
@@ -24,5 +25,5 @@ def prompt_ids(verifier: Verifier, prompt: Prompt) -> list[int]:
             raise ConfigError("prompt is text, but the verifier has no tokenizer; pass token ids")
         from specdiff2.models.chat_format import encode_chat
 
-        return encode_chat(tokenizer, prompt)  # type: ignore[arg-type]
+        return encode_chat(tokenizer, prompt, getattr(verifier, "thinking", None))  # type: ignore[arg-type]
     return list(prompt)  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 GSM8K's own convention: the reference ends with ``#### n``; an answer counts when its final number equals
 the reference's. References that are no single number (fractions, tuples, expressions) are not graded.
-Lossless methods at temperature 0 must score alike: the score is a check as much as a result.
+Lossless methods at temperature 0 must score alike: the score is a check as much as a result. Of a text with a thinking
+block (Qwen3) only what follows it is an answer; a block that the length limit cut off leaves none.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ def is_correct(text: str, answer: str) -> bool | None:
     expected = final_number(reference.replace("$", "").replace(" ", "")) if _REFERENCE.fullmatch(reference) else None
     if expected is None:
         return None
-    return final_number(text) == expected
+    return final_number(_answer_part(text)) == expected
+
+
+def _answer_part(text: str) -> str:
+    _, closed, answer = text.rpartition("</think>")
+    return "" if not closed and "<think>" in text else answer
 
 
 def accuracy(records: Iterable[Record]) -> dict[str, float | int] | None:

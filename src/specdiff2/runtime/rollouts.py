@@ -68,12 +68,14 @@ def ensure_rollouts(
         MismatchError: ``folder`` was made with other settings.
         ConfigError, CorruptFileError, StorageError: from sampling and the store.
     """
-    encoder = ChatEncoder(verifier.tokenizer)
+    encoder = ChatEncoder.of(verifier)
     fingerprint = rollout_fingerprint(
         verifier=verifier.fingerprint,
         tokenizer=str(tokenizer_fingerprint(verifier.tokenizer)),
         chat_template=encoder.fingerprint,
         prompts=loaded.origin,
+        thinking=encoder.thinking_mode,
+        bos=encoder.bos,
         **_settings(getattr(generate, "keywords", {})),
     )
     if not named:
