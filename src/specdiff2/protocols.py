@@ -150,7 +150,8 @@ class LawSession(DrafterSession, Protocol):
 class Drafter(Protocol):
     """The draft model Q. ``forward`` serves training, ``start`` decoding."""
 
-    gamma: int
+    @property
+    def gamma(self) -> int: ...
 
     def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> DrafterSession: ...
 
@@ -158,8 +159,11 @@ class Drafter(Protocol):
 class ConditionedDrafter(Protocol):
     """A drafter that reads what the verifier knows about the committed tokens."""
 
-    gamma: int
-    needs_verifier_session: bool
+    @property
+    def gamma(self) -> int: ...
+
+    @property
+    def needs_verifier_session(self) -> bool: ...
 
     def start(
         self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int, verifier_session: VerifierSession
@@ -239,7 +243,9 @@ class TrainableDrafter(Protocol):
     Drafters that also offer their states (``StatesDrafter``) are trained and monitored in chunks of windows.
     """
 
-    gamma: int
+    @property
+    def gamma(self) -> int: ...
+
     draft_vocab_ids: Int[Tensor, " draft_vocab"]
 
     def forward(self, batch: WindowBatch) -> Float[Tensor, "window gamma draft_vocab"]: ...

@@ -22,8 +22,8 @@ class TokenTree:
     Attributes:
         tokens: token id of each node.
         parents: parent index of each node; -1 for the root.
-        chain_nodes: node indices of each chain, ``[K][gamma]``. Identical drafts share their nodes and
-            keep their multiplicity here, which the ratio rules need.
+        chain_nodes: node indices of each chain, ``[K]`` lists of at most gamma. Identical drafts share their
+            nodes and keep their multiplicity here, which the ratio rules need.
     """
 
     tokens: list[int]
@@ -32,7 +32,7 @@ class TokenTree:
 
     @classmethod
     def from_chains(cls, root: int, chains: Int[Tensor, "K gamma"] | Sequence[Sequence[int]]) -> TokenTree:
-        """Merge K drafts into a trie under ``root``."""
+        """Merge K drafts into a trie under ``root``. A chain ends before its first -1; it may be empty."""
         rows = chains.tolist() if isinstance(chains, Tensor) else [list(row) for row in chains]
         tokens, parents = [root], [-1]
         children: dict[tuple[int, int], int] = {}
@@ -40,6 +40,8 @@ class TokenTree:
         for row in rows:
             node, nodes = 0, []
             for token in row:
+                if token < 0:
+                    break
                 child = children.get((node, token))
                 if child is None:
                     child = len(tokens)
@@ -101,6 +103,10 @@ class TokenTree:
             if parent >= 0:
                 children[parent][self.tokens[node]] = node
         return children
+
+    def chains_along(self, path: Sequence[int]) -> list[int]:
+        """Indices of the chains that start with ``path``: nodes from the root's child downwards, root excluded."""
+        return [index for index, nodes in enumerate(self.chain_nodes) if nodes[: len(path)] == list(path)]
 
     def ancestor_mask(self) -> Bool[Tensor, "node node"]:
         """``mask[i, j]``: node i may attend to node j (j is i itself or one of its ancestors)."""

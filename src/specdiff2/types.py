@@ -78,16 +78,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """K drafts drawn from one position-factorised law.
+    """K drafts, drawn from one position-factorised law where the acceptance rule reads it.
 
     Attributes:
-        tokens: drafted ids, in the verifier's vocabulary.
+        tokens: drafted ids, in the verifier's vocabulary. A shorter chain is filled up with -1, which only rules
+            that do not read ``draft_probs`` take; ``[K, 0]`` is a round without drafts.
         draft_probs: the law they were drawn from, after drafter temperature, top-k and top-p;
             None when the acceptance rule said that it never reads it.
+        sources: which of several drafters each chain came from; None where there is only one.
     """
 
     tokens: Int[Tensor, "K gamma"]
     draft_probs: Float[Tensor, "gamma vocab"] | None = None
+    sources: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,11 @@ class Acceptance:
 class RoundRecord:
     """One propose-score-accept round. Seconds are wall-clock.
 
-    ``num_drafted`` is the depth of the tree: the window that the round really used.
-    ``num_accepted`` is the streak, without the bonus token, cut at the end of the output (EOS, stop,
-    length); a cut round also has ``num_drafted == num_accepted``, since no later position was reached.
+    ``num_drafted`` is the window that the round really used: the length of the longest draft that begins with the
+    accepted tokens, or the depth of a grown tree. ``num_accepted`` is the streak, without the bonus token, cut at the
+    end of the output (EOS, stop, length); a cut round also has ``num_drafted == num_accepted``, since no later
+    position was reached. ``winners``, where several drafters drafted: those with a draft that begins with all of the
+    accepted tokens, ascending; empty at streak 0.
     """
 
     num_drafted: int
@@ -119,6 +124,7 @@ class RoundRecord:
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
+    winners: list[int] | None = None
 
 
 @dataclass(slots=True)

@@ -98,6 +98,34 @@ def test_self_selection_verifies_the_best_chain() -> None:
     assert decoder.generate([0], max_new_tokens=3).rounds[0].num_accepted == 2
 
 
+RAGGED = [[1, 9, 9, 9], [1, 2, -1, -1], [-1, -1, -1, -1], [1, 2, 3, -1]]
+
+
+@pytest.mark.parametrize(("sampler", "num_drafts"), [("specdiff2", 4), ("tree_match", 4)])
+def test_a_chain_that_ends_early_is_recorded_with_its_own_length(sampler: str, num_drafts: int) -> None:
+    """No fourth position was proposed after 1, 2, 3; so none was rejected."""
+    decoder = make_decoder(counting(), Script(RAGGED, 16), sampler=sampler, num_drafts=num_drafts)
+    first = decoder.generate([0], max_new_tokens=5).rounds[0]
+    assert (first.num_drafted, first.num_accepted, first.num_committed, first.num_nodes) == (3, 3, 4, 7)
+
+
+def test_a_rejection_inside_the_longest_chain_counts_the_whole_window() -> None:
+    decoder = make_decoder(counting(), Script([[1, 9, 9, 9], [5, -1, -1, -1]], 16), sampler="tree_match", num_drafts=2)
+    first = decoder.generate([0], max_new_tokens=5).rounds[0]
+    assert (first.num_drafted, first.num_accepted) == (4, 1)
+
+
+@pytest.mark.parametrize("sampler", ["specdiff", "specdiff2", "tree_match"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_without_drafts_are_autoregressive(sampler: str, temperature: float) -> None:
+    empty = FunctionDrafter(4, lambda context, gamma, num_drafts, rng: (torch.zeros((num_drafts, 0)).long(), None))
+    num_drafts = 1 if sampler == "specdiff" else 3
+    law = Tab(counting_law(), sampling=SamplingParams(temperature))
+    generation = make_decoder(law, empty, sampler=sampler, num_drafts=num_drafts).generate([0], max_new_tokens=6)
+    assert generation.tokens == AutoregressiveDecoder(law).generate([0], max_new_tokens=6).tokens
+    assert {(r.num_drafted, r.num_accepted, r.num_committed, r.num_nodes) for r in generation.rounds} == {(0, 0, 1, 1)}
+
+
 def test_draft_probs_are_drawn_up_only_for_rules_that_read_them() -> None:
     asked = []
 

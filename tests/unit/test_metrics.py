@@ -277,6 +277,10 @@ def test_accuracy() -> None:
         assert is_correct(one, one) is True, one
     for other in (r"\frac{14}{3}", r"\left( 3, \frac{\pi}{2} \right)", "3 or 4", "x = 3", "12%", "1e5", "", "####"):
         assert is_correct("3", other) is None, other
+    thought = "<think>\nis it 4? #### 4\n</think>\n\nit is 18"
+    assert is_correct(thought, "18") is True and is_correct(thought, "4") is False
+    assert is_correct("is it 4?\n</think>\n18", "18") is True  # the prompt opened the block
+    assert is_correct("<think>\nis it 18", "18") is False  # cut off while thinking
     graded = accuracy([record(answer="42"), record(answer="41"), record(), record(answer="none")])
     assert graded == {"graded": 2, "correct": 1, "accuracy": 0.5}
     assert accuracy([record()]) is None
@@ -390,3 +394,64 @@ def test_lossless_note_says_how_near_divergences_are(tmp_path: Path) -> None:
         write_summary(tmp_path)
     sampled = markdown_table(summarize([record(temperature=1.0)])["rows"])
     assert "lossless" not in sampled and sampled == sampled.strip()
+
+
+# ---------------------------------------------------------------- several drafters
+def won_by(*winners: list[int] | None, drafters: list[str] | None, **changes: Any) -> Record:
+    """One round for each: streak 2 with winners, 0 without; None: a round without drafts."""
+    triples = [(0, 0, 1) if won is None else (4, 2, 3) if won else (4, 0, 1) for won in winners]
+    built = record("drafters", rounds=triples, num_drafts=3, drafters=drafters, **changes)
+    for one, won in zip(built.rounds, winners, strict=True):
+        one.winners = won
+    return built
+
+
+def test_winners_survive_the_file_and_old_records_have_none(tmp_path: Path) -> None:
+    several = won_by([0], [], [0, 1], None, drafters=["a", "b"])
+    with RecordWriter(tmp_path / RECORDS_FILE) as writer:
+        writer.append(several)
+        writer.append(record())
+    assert read_records(tmp_path / RECORDS_FILE) == [several, record()]
+    lines = (tmp_path / RECORDS_FILE).read_text(encoding="utf-8").splitlines()
+    assert [len(one) for one in json.loads(lines[0])["rounds"]] == [8, 8, 8, 7]
+    assert "drafters" not in json.loads(lines[1]) and {len(one) for one in json.loads(lines[1])["rounds"]} == {7}
+
+
+@pytest.mark.parametrize(
+    ("winners", "drafters", "named"),
+    [
+        ([2], ["a", "b"], r"rounds won by drafters \[2\]"),
+        ([-1], ["a", "b"], r"rounds won by drafters \[-1\]"),
+        ([0], None, r"rounds won by drafters \[0\] of None"),
+        ([], ["a", "b"], "expected winners where accepted > 0"),
+    ],
+)
+def test_winners_that_cannot_be_are_refused(winners: list[int], drafters: list[str] | None, named: str) -> None:
+    row = json.loads(won_by([0], drafters=["a"]).to_json())
+    row["rounds"][0][7], row["drafters"] = winners, drafters
+    with pytest.raises(ValueError, match=named):
+        Record.from_json(row)
+
+
+def test_wins_by_hand() -> None:
+    first = won_by([0], [], [0, 1], None, drafters=["a", "b"], prompt_id="p0")
+    second = won_by([1], [0, 1], [], drafters=["a", "b"], prompt_id="p1")
+    row = row_of([first, second], "drafters")
+    assert row["drafter_rounds_won"] == {"a": 3, "b": 3}
+    assert row["drafter_win_share"] == {"a": 3 / 6, "b": 3 / 6}  # the round without drafts is nobody's loss
+    assert row["drafter_accepted_tokens"] == {"a": 6, "b": 6}
+    assert not any(key.startswith("drafter_") for key in row_of(toy_records()))
+
+
+def test_a_drafter_that_never_won_is_listed_and_no_round_is_no_share() -> None:
+    row = row_of([won_by([0], [0], drafters=["a", "b"])], "drafters")
+    assert row["drafter_win_share"] == {"a": 1.0, "b": 0.0} and row["drafter_accepted_tokens"] == {"a": 4, "b": 0}
+    row = row_of([won_by(None, drafters=["a", "b"])], "drafters")
+    assert row["drafter_win_share"] == {"a": None, "b": None}
+
+
+def test_wins_are_printed_below_their_table() -> None:
+    rows = summarize([baseline("p0", 5), won_by([0], [], [0, 1], drafters=["small", "large"], prompt_id="p0")])["rows"]
+    note = "Several drafters, rounds won by drafter (a tie counts for each): small 67% (4 tokens), large 33% (2 tokens)"
+    assert note in plain_table(rows).splitlines() and note in markdown_table(rows).splitlines()
+    assert "rounds won" not in plain_table(summarize(toy_records())["rows"])

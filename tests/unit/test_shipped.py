@@ -178,7 +178,7 @@ def test_eval_uses_the_shipped_drafter_unless_told_otherwise(
         evaluate_tiny(tmp_path / "b", other_folder)
     with pytest.raises(ConfigError, match="no drafter named smollm2_prefix is shipped"):  # before the verifier loads
         evaluate_tiny(tmp_path / "c", model_folder, "model=smollm2_prefix", "verifier.attn_implementation=eager")
-    with pytest.raises(ConfigError, match="gamma=4 of sampler 'specdiff2': expected at most 3"):
+    with pytest.raises(ConfigError, match="gamma=4: expected at most 3"):
         evaluate_tiny(tmp_path / "d", model_folder, "sampler.gamma=4")
 
 

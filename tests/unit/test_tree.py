@@ -67,3 +67,26 @@ def test_root_only() -> None:
     tree = TokenTree.root_only(5)
     assert (tree.num_nodes, tree.num_chains, tree.depths(), tree.children()) == (1, 0, [0], [{}])
     assert tree.ancestor_mask().tolist() == [[True]]
+
+
+def test_a_chain_ends_before_its_first_padding() -> None:
+    tree = TokenTree.from_chains(0, torch.tensor([[1, 2, -1], [-1, -1, -1], [1, 2, 3], [4, -1, 5]]))
+    assert tree == TokenTree([0, 1, 2, 3, 4], [-1, 0, 1, 2, 0], [[1, 2], [], [1, 2, 3], [4]])
+    assert tree.depth == 3
+    empty = TokenTree.from_chains(7, torch.zeros((2, 0), dtype=torch.long))
+    assert empty == TokenTree([7], [-1], [[], []]) and empty.depth == 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(chains)
+def test_padding_gives_the_tree_of_the_lists(rows: list[list[int]]) -> None:
+    width = max(map(len, rows), default=0)
+    padded = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.long)
+    assert TokenTree.from_chains(7, padded) == TokenTree.from_chains(7, rows)
+
+
+def test_chains_along_a_path() -> None:
+    tree = TokenTree.from_chains(0, [[1, 2], [], [1, 3, 4], [1], [5]])
+    assert tree.chains_along([]) == [0, 1, 2, 3, 4]
+    assert tree.chains_along([1]) == [0, 2, 3]
+    assert tree.chains_along([1, 3, 4]) == [2]

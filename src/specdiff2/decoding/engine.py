@@ -31,7 +31,15 @@ from specdiff2.protocols import (
     VerifierSession,
 )
 from specdiff2.tree import TokenTree
-from specdiff2.types import Acceptance, ConfigError, Draft, Generation, RoundRecord, SamplingParams
+from specdiff2.types import (
+    Acceptance,
+    ConfigError,
+    Draft,
+    Generation,
+    NotLosslessError,
+    RoundRecord,
+    SamplingParams,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +107,39 @@ def decode(
 
 
 def start_drafter(
-    drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int, session: VerifierSession
+    drafter: Drafter,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    session: VerifierSession | None,
 ) -> DrafterSession:
     """The drafter's session; a conditioned drafter reads the verifier's."""
     if getattr(drafter, "needs_verifier_session", False):
         conditioned = cast(ConditionedDrafter, drafter)
-        return conditioned.start(prompt, sampling, max_new_tokens, verifier_session=session)
+        return conditioned.start(prompt, sampling, max_new_tokens, verifier_session=cast(VerifierSession, session))
     return drafter.start(prompt, sampling, max_new_tokens)
 
 
-def _start(drafting: Drafting, prompt: Sequence[int], max_new_tokens: int, session: VerifierSession) -> DrafterSession:
-    """The drafter's session, told when to shorten its window.
+def shorten_windows(started: DrafterSession, drafter: Drafter, min_confidence: float) -> None:
+    """Tell a session to end drafts before their confidence falls below ``min_confidence``; 0 asks for nothing.
 
     Raises:
-        ConfigError: ``min_confidence`` for a drafter that cannot shorten its window.
+        ConfigError: this drafter cannot shorten its window.
     """
-    drafter = drafting.drafter
-    started = start_drafter(drafter, prompt, drafting.sampling, max_new_tokens, session)
-    if drafting.min_confidence > 0.0:
-        if not hasattr(started, "min_confidence"):
-            raise ConfigError(
-                f"min_confidence={drafting.min_confidence} with drafter {type(drafter).__name__}, which cannot shorten "
-                "its window; use 0, or a BlockDrafter"
-            )
-        started.min_confidence = drafting.min_confidence
+    if min_confidence <= 0.0:
+        return
+    if not hasattr(started, "min_confidence"):
+        raise ConfigError(
+            f"min_confidence={min_confidence} with drafter {type(drafter).__name__}, which cannot shorten "
+            "its window; use 0, or a BlockDrafter"
+        )
+    started.min_confidence = min_confidence
+
+
+def _start(drafting: Drafting, prompt: Sequence[int], max_new_tokens: int, session: VerifierSession) -> DrafterSession:
+    """The drafter's session, told when to shorten its window."""
+    started = start_drafter(drafting.drafter, prompt, drafting.sampling, max_new_tokens, session)
+    shorten_windows(started, drafting.drafter, drafting.min_confidence)
     return started
 
 
@@ -152,7 +169,7 @@ def _decode_rounds(
         if completion.stop_reason is None:
             _commit(session, drafter, grow, accepted, new_tokens)
         root = accepted.next_token
-        record = _record(tree, accepted, num_kept)
+        record = _record(proposal, tree, accepted, num_kept)
         record.draft_s, tree_s, record.verify_s, rest_s = watch.laps()
         record.other_s = tree_s + rest_s
         rounds.append(record)
@@ -169,7 +186,13 @@ def _propose(
     gamma = min(drafting.gamma, num_fitting)
     if drafting.growth is not None:
         return draft_law(drafting.drafter, drafter, gamma)
-    return drafter.propose(gamma, drafting.num_drafts, rng, needs_probs=drafting.rule.reads_draft_probs)
+    draft = drafter.propose(gamma, drafting.num_drafts, rng, needs_probs=drafting.rule.reads_draft_probs)
+    if drafting.rule.reads_draft_probs and bool((draft.tokens < 0).any()):
+        raise NotLosslessError(
+            f"rule {drafting.rule.name!r} got drafts that end early (-1 in Draft.tokens): it needs every token of the "
+            "window drawn from draft_probs; use rule greedy or tree_match with this drafter"
+        )
+    return draft
 
 
 def _tree(grow: Grower | None, proposal: Draft | DraftLaw | None, root: int) -> TokenTree:
@@ -197,12 +220,17 @@ def _accept(
     return drafting.rule(tree, verifier_probs, draft_probs, rng)
 
 
-def _record(tree: TokenTree, accepted: Acceptance, num_kept: int) -> RoundRecord:
-    num_drafted = tree.depth
-    num_accepted = len(accepted.path)
-    if num_kept <= num_accepted:  # the output ended inside the draft: no later position was reached
-        num_drafted = num_accepted = num_kept
-    return RoundRecord(num_drafted, num_accepted, num_kept, tree.num_nodes)
+def _record(proposal: Draft | DraftLaw | None, tree: TokenTree, accepted: Acceptance, num_kept: int) -> RoundRecord:
+    num_accepted = min(len(accepted.path), num_kept)
+    record = RoundRecord(tree.depth, num_accepted, num_kept, tree.num_nodes)
+    if isinstance(proposal, Draft):
+        along = tree.chains_along(accepted.path[:num_accepted])
+        record.num_drafted = max((len(tree.chain_nodes[chain]) for chain in along), default=0)
+        if proposal.sources is not None:
+            record.winners = sorted({proposal.sources[chain] for chain in along}) if num_accepted else []
+    if num_kept <= len(accepted.path):  # the output ended inside the draft: no later position was reached
+        record.num_drafted = num_accepted
+    return record
 
 
 def _commit(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
+from specdiff2.decoding.drafter_entries import gather, num_drafts_of, read_entries
+from specdiff2.decoding.ensemble import check_num_drafts
 from specdiff2.decoding.samplers import check_grown_sampling, check_sampler, make_decoder
 from specdiff2.decoding.speculative import SpeculativeDecoder, window_length
 from specdiff2.decoding.tree_growth import NumNodes
 from specdiff2.protocols import Drafter
-from specdiff2.types import MismatchError, SamplingParams
+from specdiff2.types import ConfigError, MismatchError, SamplingParams
 
 if TYPE_CHECKING:
     from specdiff2.models.verifier import HFVerifier
@@ -18,8 +22,9 @@ if TYPE_CHECKING:
 
 def load_speculative_decoder(
     verifier: str | Path | HFVerifier,
-    drafter: str | Path | Drafter,
+    drafter: str | Path | Drafter | None = None,
     *,
+    drafters: Sequence[Mapping[str, Any]] | None = None,
     sampler: str = "specdiff2",
     num_drafts: int | None = None,
     gamma: int | None = None,
@@ -44,6 +49,9 @@ def load_speculative_decoder(
             loaded verifier (``dtype`` and ``device`` are then its own).
         drafter: folder written by ``save_drafter``, ``"shipped"`` for the one that comes with the package (see
             ``models.shipped``), or a loaded drafter.
+        drafters: several instead of one: what ``drafter`` can be, K, temperature and name of each (see
+            ``drafter_entries.DrafterEntry``). For samplers that do not read draft probabilities: ``specdiff2``,
+            ``tree_match``.
         sampler: a name of ``samplers.SAMPLERS``.
         gamma: positions drafted in a round, at most the drafter's; None means the drafter's own.
         num_nodes, max_nodes, tree_temperature: of a grown tree (sampler ``tree``): a number of drafted nodes or
@@ -54,25 +62,36 @@ def load_speculative_decoder(
         cost_folder: keeps the cost tables that ``num_nodes="auto"`` measures; None means ``costs`` in the cache
             folder of converted verifiers (``$SPECDIFF2_CACHE``).
         temperature, top_k, top_p: the verifier's law; temperature 0 is greedy decoding.
-        draft_temperature: None means the sampler's default (see ``make_decoder``).
+        draft_temperature: None means the sampler's default (see ``make_decoder``). Of ``drafters``: for entries
+            without a temperature.
 
     Raises:
-        ConfigError: a setting out of range, or a model that cannot be found.
+        ConfigError: a setting out of range, a model that cannot be found, or both or neither of ``drafter`` and
+            ``drafters``.
         MismatchError: the drafter belongs to another verifier or tokenizer.
+        NotLosslessError: ``drafters`` for a sampler that reads draft probabilities.
     """
+    if (drafter is None) == (drafters is None):
+        raise ConfigError(f"drafter={drafter!r} and drafters={drafters!r}: expected one of the two")
     verifier_sampling = SamplingParams(temperature, top_k, top_p)
     draft_sampling = None if draft_temperature is None else SamplingParams(draft_temperature)
     # what can be refused without a model is refused before the verifier, the slow part, loads
-    settings = check_sampler(sampler, num_drafts, num_nodes)
-    window = check_gamma(gamma, drafter, verifier)
+    entries = () if drafters is None else read_entries(drafters)
+    if entries:
+        check_num_drafts(num_drafts, num_drafts_of(entries))
+        num_drafts, draft_sampling = num_drafts_of(entries), None
+    settings = check_sampler(sampler, num_drafts, num_nodes, several_drafters=bool(entries))
+    chosen: list[Any] = [entry.drafter for entry in entries] or [drafter]
+    window = min(check_gamma(gamma, one, verifier) for one in chosen)
     grown = settings.growth(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
     if grown is not None:
         check_grown_sampling(draft_sampling)
         grown.check_gamma(window)
     loaded = load_verifier(verifier, dtype=dtype, device=device)
+    load = functools.cache(functools.partial(load_drafter_for, loaded))  # entries of one drafter share it
     return make_decoder(
         loaded,
-        load_drafter_for(loaded, drafter),
+        gather(entries, load, temperature=draft_temperature) if entries else load(chosen[0]),
         sampler=sampler,
         num_drafts=num_drafts,
         gamma=gamma,
@@ -149,7 +168,7 @@ def load_drafter_for(verifier: HFVerifier, drafter: str | Path | Drafter) -> Dra
 
     if isinstance(drafter, str | Path):
         return load_drafter(drafter_folder(drafter, verifier), verifier)
-    vocab_size = getattr(drafter, "vocab_size", verifier.vocab_size)
+    vocab_size = getattr(drafter, "verifier_vocab_size", verifier.vocab_size)
     if vocab_size != verifier.vocab_size:
         raise MismatchError(
             f"the drafter knows {vocab_size} tokens, verifier {verifier.name} {verifier.vocab_size}: expected the same "

@@ -12,6 +12,7 @@ from pathlib import Path
 from specdiff2.decoding.acceptance import check_combination, make_rule
 from specdiff2.decoding.cost_measure import cost_key, measure_costs
 from specdiff2.decoding.cost_table import load_or_measure
+from specdiff2.decoding.ensemble import DrafterEnsemble, check_ensemble, check_num_drafts
 from specdiff2.decoding.selection import SelfSelection
 from specdiff2.decoding.speculative import SpeculativeDecoder, own_sampling, window_length
 from specdiff2.decoding.tree_growth import GrowthSettings, NumNodes, TreeGrowth, check_growth, growth_settings
@@ -64,16 +65,26 @@ SAMPLERS = {
 }
 
 
-def check_sampler(sampler: str, num_drafts: int | None = None, num_nodes: NumNodes | None = None) -> Sampler:
+def check_sampler(
+    sampler: str,
+    num_drafts: int | None = None,
+    num_nodes: NumNodes | None = None,
+    *,
+    several_drafters: bool = False,
+) -> Sampler:
     """The sampler of that name, able to work with ``num_drafts`` and ``num_nodes``: known before any model is there.
 
     Raises:
-        ConfigError: unknown sampler, a K its rule cannot use, or nodes for a sampler that draws its drafts.
+        ConfigError: unknown sampler, a K its rule cannot use, nodes for a sampler that draws its drafts, or several
+            drafters for one that grows a tree.
+        NotLosslessError: several drafters for a rule that reads the law of the drafts.
     """
     if sampler not in SAMPLERS:
         raise ConfigError(f"sampler={sampler!r}: expected one of {', '.join(SAMPLERS)}")
     settings = SAMPLERS[sampler]
     rule, selector = make_rule(settings.rule), SelfSelection() if settings.self_selection else None
+    if several_drafters:
+        check_ensemble(rule, settings.num_nodes)
     num_drafts = settings.num_drafts if num_drafts is None else num_drafts
     check_combination(rule, selector, num_drafts)
     if settings.num_nodes is not None:
@@ -145,6 +156,7 @@ def make_decoder(
     """A decoder by the name of its sampler.
 
     Args:
+        drafter: a ``DrafterEnsemble`` brings its own K and the laws of its drafts.
         draft_sampling: None: one draft of a rule that does not read draft probabilities is the drafter's most
             probable window (temperature 0); everything else draws from the drafter's untempered law, and a tree is
             grown from it (``tree_temperature`` tempers that).
@@ -156,13 +168,17 @@ def make_decoder(
     Raises:
         ConfigError: unknown sampler, or a setting that it has no use for; see ``SpeculativeDecoder`` for the rest.
     """
-    settings = check_sampler(sampler, num_drafts, num_nodes)
+    several = isinstance(drafter, DrafterEnsemble)
+    if isinstance(drafter, DrafterEnsemble):
+        check_num_drafts(num_drafts, drafter.num_drafts)
+        num_drafts = drafter.num_drafts
+    settings = check_sampler(sampler, num_drafts, num_nodes, several_drafters=several)
     rule = make_rule(settings.rule)
     num_drafts = settings.num_drafts if num_drafts is None else num_drafts
     grown = settings.growth(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
     if grown is not None:
         check_grown_sampling(draft_sampling)
-    elif draft_sampling is None:
+    elif draft_sampling is None and not several:
         draft_sampling = SamplingParams(temperature=default_draft_temperature(rule, num_drafts))
     return SpeculativeDecoder(
         verifier,

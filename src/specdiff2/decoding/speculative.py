@@ -73,7 +73,7 @@ class SpeculativeDecoder:
 
     @classmethod
     def from_pretrained(
-        cls, verifier: str | HFVerifier, drafter: str | Path | Drafter, **options: Any
+        cls, verifier: str | HFVerifier, drafter: str | Path | Drafter | None = None, **options: Any
     ) -> SpeculativeDecoder:
         """A decoder from saved models; ``options``: see ``decoding.loading.load_speculative_decoder``."""
         from specdiff2.decoding.loading import load_speculative_decoder

@@ -188,6 +188,7 @@ class Benchmark:
             pieces=token_pieces(tokenizer, generation.tokens) if is_sample else None,
             warmup=warmup,
             runtime=settings.get("verifier_runtime_mode"),
+            drafters=list(settings["drafters"]) if "drafters" in settings else None,
         )
 
     def _encode(self, prompt: BenchmarkPrompt) -> list[int]:

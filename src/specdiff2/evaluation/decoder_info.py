@@ -12,6 +12,7 @@ import torch
 
 from specdiff2.protocols import Decoder
 
+_LAW_KEYS = ("temperature", "top_k", "top_p")
 _DIGEST_VALUES = 4096  # per tensor: a trained step changes nearly every value
 
 
@@ -21,10 +22,11 @@ def describe_decoder(decoder: Decoder) -> dict[str, Any]:
     described: dict[str, Any] = {}
     sampling = getattr(decoder, "sampling", None)
     drafting = getattr(decoder, "drafting", None)
+    members = getattr(getattr(drafting, "drafter", None), "members", ())
     sources = (
-        (sampling, ("temperature", "top_k", "top_p"), ""),
+        (sampling, _LAW_KEYS, ""),
         (drafting, ("gamma", "num_drafts"), ""),
-        (getattr(drafting, "sampling", None), ("temperature", "top_k", "top_p"), "draft_"),
+        (None if members else getattr(drafting, "sampling", None), _LAW_KEYS, "draft_"),
         (decoder, ("gamma", "num_drafts"), ""),
     )
     for source, keys, prefix in sources:
@@ -42,12 +44,20 @@ def describe_decoder(decoder: Decoder) -> dict[str, Any]:
         digest = model_digest(model)
         if digest is not None:
             described[key] = digest
+    if members:  # several drafters: by name, in the order that RoundRecord.winners counts them
+        described["drafters"] = {member.name: _describe_member(member) for member in members}
     for key in ("dtype", "device", "runtime_mode"):  # the same weights round, and run, differently
         value = getattr(getattr(decoder, "verifier", None), key, None)
         if value is not None:
             described[f"verifier_{key}"] = str(value).removeprefix("torch.")
     own = getattr(decoder, "describe", None)
     return {**described, **(own() if own is not None else {})}
+
+
+def _describe_member(member: Any) -> dict[str, Any]:
+    """One of several drafters (``decoding.ensemble.Member``)."""
+    law = {f"draft_{key}": getattr(member.sampling, key) for key in _LAW_KEYS}
+    return {"num_drafts": member.num_drafts, **law, "drafter": model_digest(member.drafter)}
 
 
 def model_digest(model: Any) -> str | None:

@@ -11,6 +11,13 @@ Definitions (all pooled over rounds, then divided; never a mean of means):
                    mean_streak + 1 where the last round of an output was cut and had no bonus token
     overhead       other seconds / (draft + verify + other)
 
+Where several drafters drafted, by name (rows with one drafter or none lack these keys):
+
+    drafter_rounds_won       rounds whose accepted tokens (at least one) all begin one of its drafts; a tie counts for
+                             everyone in it
+    drafter_win_share        the same, divided by all rounds with drafts, streak 0 included
+    drafter_accepted_tokens  accepted draft tokens of the rounds it won
+
 A quantity without data is None (null), never NaN: a decoder that does not tell its rounds has no streak and no tau.
 """
 
@@ -98,6 +105,7 @@ def _row(
         "tokens_per_s": ratio(num_tokens, decode_s),
         **_speedup(group, reference, is_baseline, options),
         **_streak(group, options),
+        **_wins(group),
         **_stages(group),
         "stop_reasons": {reason: sum(r.stop_reason == reason for r in group) for reason in ("eos", "stop", "length")},
         "accuracy": accuracy(group),
@@ -139,6 +147,25 @@ def _streak(group: Sequence[Record], options: BootstrapOptions) -> dict[str, Any
         "survival": curves.survival,
         "num_reached": curves.num_reached,
         "mean_nodes": ratio(sum(r.num_nodes for r in rounds), len(rounds)),
+    }
+
+
+def _wins(group: Sequence[Record]) -> dict[str, Any]:
+    """What each of several drafters contributed; nothing without them."""
+    names = list(dict.fromkeys(name for record in group for name in record.drafters or ()))
+    if not names:
+        return {}
+    rounds, won, tokens = 0, dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    for record in group:
+        for one in record.rounds:
+            rounds += one.winners is not None
+            for name in (record.drafters[winner] for winner in one.winners or () if record.drafters):
+                won[name] += 1
+                tokens[name] += one.num_accepted
+    return {
+        "drafter_rounds_won": won,
+        "drafter_win_share": {name: ratio(count, rounds) for name, count in won.items()},
+        "drafter_accepted_tokens": tokens,
     }
 
 

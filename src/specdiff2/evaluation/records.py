@@ -32,6 +32,7 @@ class Record:
         warmup: decoded to warm caches and clocks up; never counted.
         pieces: text of each token, stored for a few samples only.
         runtime: how the verifier's passes ran: eager, packed or compiled; None where the decoder does not tell.
+        drafters: names of the several drafters that ``RoundRecord.winners`` counts; None with one drafter or none.
     """
 
     method: str
@@ -55,6 +56,7 @@ class Record:
     pieces: list[str] | None = None
     warmup: bool = False
     runtime: str | None = None
+    drafters: list[str] | None = None
 
     def to_json(self) -> str:
         """One line of strict JSON, without the line break. Unset optional keys are left out."""
@@ -62,6 +64,7 @@ class Record:
         row["rounds"] = [
             [r.num_drafted, r.num_accepted, r.num_committed, r.num_nodes]
             + [round(s, _SECONDS_DIGITS) for s in (r.draft_s, r.verify_s, r.other_s)]
+            + ([] if r.winners is None else [r.winners])
             for r in self.rounds
         ]
         row["prefill_s"] = round(self.prefill_s, _SECONDS_DIGITS)
@@ -78,22 +81,30 @@ class Record:
         values = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
         values["rounds"] = [_round(numbers) for numbers in row["rounds"]]
         record = cls(**values)
+        winners = {winner for one in record.rounds for winner in one.winners or ()}
+        if not winners <= set(range(len(record.drafters or ()))):
+            raise ValueError(
+                f"rounds won by drafters {sorted(winners)} of {record.drafters!r}: expected indices into it"
+            )
         if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (record.prefill_s, record.decode_s)):
             raise ValueError(f"prefill_s={record.prefill_s!r}, decode_s={record.decode_s!r}: expected seconds >= 0")
         return record
 
 
-def _round(numbers: list[float]) -> RoundRecord:
-    """Rebuild one round and refuse counts that contradict each other."""
-    if len(numbers) != 7:
-        raise ValueError(f"a round has {len(numbers)} numbers, expected 7")
+def _round(numbers: list[Any]) -> RoundRecord:
+    """Rebuild one round, with its winners where it has an eighth entry, and refuse what contradicts itself."""
+    if len(numbers) not in (7, 8):
+        raise ValueError(f"a round has {len(numbers)} entries, expected 7 or 8")
     drafted, accepted, committed, nodes = (int(n) for n in numbers[:4])
     if not (0 <= accepted <= drafted and accepted <= committed <= accepted + 1):
         raise ValueError(
             f"a round drafted {drafted}, accepted {accepted}, committed {committed}: expected "
             "0 <= accepted <= drafted and at most one token more committed than accepted"
         )
-    return RoundRecord(drafted, accepted, committed, nodes, *(float(n) for n in numbers[4:]))
+    winners = [int(winner) for winner in numbers[7]] if len(numbers) == 8 else None
+    if winners is not None and bool(winners) != (accepted > 0):
+        raise ValueError(f"a round accepted {accepted} and was won by {winners}: expected winners where accepted > 0")
+    return RoundRecord(drafted, accepted, committed, nodes, *(float(n) for n in numbers[4:7]), winners)
 
 
 def read_records(path: Path | str) -> list[Record]:

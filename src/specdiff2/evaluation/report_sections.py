@@ -72,13 +72,29 @@ def headline(rows: Sequence[Row], colours: dict[str, int]) -> str:
         graded = any(row.get("accuracy") for row in group)
         body = [_headline_row(row, colours, bool(fast) and row["speedup"] == max(fast), graded) for row in group]
         head = [*_HEAD, "accuracy"] if graded else _HEAD
-        parts.append(group_heading(group) + table(head, body))
+        parts.append(group_heading(group) + table(head, body) + _wins(group))
     parts.append(
         '<p class="foot">Speed-up: pooled decoding tokens/s over the verifier alone on the same prompts and seeds, '
         "prefill apart; brackets: 95% confidence interval from resampling prompts. The mean streak does not count the "
         "bonus token, tau does. Milliseconds are per round.</p>"
     )
     return section("Results", "All methods decoded every prompt in turn, in the same run.", *parts)
+
+
+def _wins(group: Sequence[Row]) -> str:
+    """Which of several drafters the accepted tokens came from; empty where every method has one."""
+    body = [
+        f"<tr><td>{escape(method_label(row['method']))}</td><td class=text>{escape(name)}</td>"
+        f"<td>{number(None if share is None else 100 * share, 1, '%')}</td><td>{row['drafter_rounds_won'][name]}</td>"
+        f"<td>{row['drafter_accepted_tokens'][name]}</td></tr>"
+        for row in group
+        for name, share in row.get("drafter_win_share", {}).items()
+    ]
+    if not body:
+        return ""
+    note = "A drafter wins a round when all accepted tokens begin one of its drafts; a tie counts for everyone in it."
+    head = ("method", "drafter", "share of rounds won", "rounds won", "accepted tokens in them")
+    return table(head, body, num_text=2) + f'<p class="foot">{note}</p>'
 
 
 def group_heading(group: Sequence[Row]) -> str:

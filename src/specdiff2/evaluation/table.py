@@ -23,6 +23,7 @@ _LABELS = {
     "hf_prompt_lookup": "HF prompt lookup",
     "hf_assisted": "HF assisted",
     "traversal": "Traversal",
+    "drafters": "Several drafters",
 }
 MEASURED = ("tokens/s", "speed-up", "95% CI", "mean streak", "tau", "draft ms", "verify ms", "other ms")
 COLUMNS = ("method", "K", *MEASURED)
@@ -102,6 +103,22 @@ def lossless_note(rows: Sequence[dict[str, Any]]) -> str:
     return f"{note}; the others are near-ties, all within {widest:.1f} spacings of {explained[0]['dtype']}"
 
 
+def wins_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """For each method with several drafters, one sentence on which of them the accepted tokens came from."""
+    notes = []
+    for row in rows:
+        won = [
+            f"{name} {number(None if share is None else 100 * share, 0, '%')} "
+            f"({row['drafter_accepted_tokens'][name]} tokens)"
+            for name, share in row.get("drafter_win_share", {}).items()
+        ]
+        if won:
+            notes.append(
+                f"{method_label(row['method'])}, rounds won by drafter (a tie counts for each): {', '.join(won)}"
+            )
+    return notes
+
+
 def plain_table(rows: Sequence[dict[str, Any]]) -> str:
     """Aligned text, one table per (benchmark, temperature); the last line never ends with a line break."""
     blocks = []
@@ -111,7 +128,7 @@ def plain_table(rows: Sequence[dict[str, Any]]) -> str:
         lines = ["  ".join(_align(i, cell, widths[i]) for i, cell in enumerate(line)).rstrip() for line in cells]
         lines.insert(1, "  ".join("-" * width for width in widths))
         note = lossless_note(group)
-        blocks.append("\n".join([group_title(group[0]), *lines] + ([note] if note else [])))
+        blocks.append("\n".join([group_title(group[0]), *lines, *wins_notes(group), *([note] if note else [])]))
     return "\n\n".join([*blocks, _FOOTER]) if blocks else "no measured prompts"
 
 
@@ -122,8 +139,8 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
         rule = "|" + "|".join([" --- "] + [" ---: "] * (len(COLUMNS) - 1)) + "|"
         lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
                  for cells in [list(COLUMNS)] + [row_cells(row) for row in group]]  # fmt: skip
-        note = lossless_note(group)
-        ending = ["", note] if note else []
+        notes = [*wins_notes(group), *filter(None, [lossless_note(group)])]
+        ending = [line for note in notes for line in ("", note)]
         blocks.append("\n".join([f"**{group_title(group[0])}**", "", lines[0], rule, *lines[1:], *ending]))
     return "\n\n".join(blocks)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.decoding.engine import Drafting
+from specdiff2.decoding.ensemble import single_drafters
 from specdiff2.decoding.speculative import SpeculativeDecoder
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.compiled import NODE_BUCKETS, find_compiler
@@ -62,11 +63,11 @@ def warm_passes(
     for name, decoder in decoders.items():
         if isinstance(decoder, SpeculativeDecoder):
             counts |= node_counts(*tree_sizes(decoder.drafting))
-            drafter = decoder.drafting.drafter
-            if isinstance(drafter, BlockDrafter) and verifier.passes.can_draft(drafter):
-                drafters.append(drafter)
-            else:
-                log.warning("%s: this drafter has no compiled pass and drafts in eager mode", name)
+            for drafter in single_drafters(decoder.drafting.drafter):
+                if isinstance(drafter, BlockDrafter) and verifier.passes.can_draft(drafter):
+                    drafters.append(drafter)
+                else:
+                    log.warning("%s: this drafter has no compiled pass and drafts in eager mode", name)
         elif not isinstance(decoder, AutoregressiveDecoder):
             log.warning("%s: runs in eager mode; compare it with others in a run with runtime.compile=false", name)
     before = verifier.passes.num_graphs

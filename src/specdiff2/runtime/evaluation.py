@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import logging
 import sys
@@ -17,23 +17,26 @@ from specdiff2.evaluation.benchmark import Benchmark
 from specdiff2.evaluation.divergence import explain_divergences, token_gap
 from specdiff2.evaluation.records import RECORDS_FILE, read_records
 from specdiff2.evaluation.table import plain_table
-from specdiff2.models.packed_linear import pack_linears
-from specdiff2.models.pretrained import load_drafter, read_drafter_config, read_training_info
-from specdiff2.models.shipped import SHIPPED, drafter_folder
+from specdiff2.models.pretrained import read_training_info
 from specdiff2.models.verifier import HFVerifier
-from specdiff2.protocols import Decoder, Drafter
+from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.compilation import check_compilation, warm_passes
 from specdiff2.runtime.factories import SamplerSettings
 from specdiff2.runtime.hf_settings import HFSettings
+from specdiff2.runtime.named_drafters import (
+    UNTRAINED,
+    check_named_drafter,
+    load_named_drafter,
+    resolve_named_drafter,
+)
 from specdiff2.runtime.provenance import record_runtime
 from specdiff2.runtime.rebuild_report import rebuild, write_training_runs
 from specdiff2.runtime.show import show_prompt, use_color
 from specdiff2.types import ConfigError, Generation
 
 log = logging.getLogger(__name__)
-UNTRAINED = "untrained"
 
 
 def evaluate(config: Mapping[str, Any], folder: Path) -> None:
@@ -47,7 +50,7 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
     nodes = config["methods"] or {config["sampler"]["name"]: config["sampler"]}
     samplers = {name: instantiate(node) for name, node in nodes.items()}
     for settings in samplers.values():
-        settings.check() if isinstance(settings, HFSettings) else require_drafter(settings, config)
+        settings.check() if isinstance(settings, HFSettings) else require_drafters(settings, config)
     if config["prompt"] is not None and not config["prompt"].strip():
         raise ConfigError(f"prompt={config['prompt']!r}: expected some text")
     sources = None if config["prompt"] is not None else named_sources(config["benchmark"])
@@ -56,7 +59,7 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
     if config["runtime"]["compile"]:
         verifier.compile()
     record_runtime(folder, verifier.runtime_mode)
-    samplers = {name: with_folder(settings, verifier, config["model_name"]) for name, settings in samplers.items()}
+    samplers = {name: with_folders(settings, verifier, config) for name, settings in samplers.items()}
     decoders = build_decoders(verifier, samplers, config)
     dtype = str(verifier.dtype).removeprefix("torch.")
     log.info("verifier %s in %s, %s", verifier.name, dtype, verifier.runtime_mode)
@@ -79,48 +82,29 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def training_runs(samplers: Iterable[SamplerSettings | HFSettings]) -> list[Path]:
     """Run folders the drafters came from (``read_training_runs`` leaves out what is gone)."""
-    drafters = [s.drafter for s in samplers if isinstance(s, SamplerSettings) and s.drafter != UNTRAINED]
-    trained = [read_training_info(drafter).get("run") for drafter in drafters]
+    names = [name for s in samplers if isinstance(s, SamplerSettings) for name in s.drafter_names()]
+    trained = [read_training_info(name).get("run") for name in names if name != UNTRAINED]
     # that of a shipped drafter is a mere name: it ran on another machine
     return [Path(run) for run in dict.fromkeys(trained) if run and Path(run).is_absolute()]
 
 
-def with_folder(
-    settings: SamplerSettings | HFSettings, verifier: HFVerifier, model_name: str
+def with_folders(
+    settings: SamplerSettings | HFSettings, verifier: HFVerifier, config: Mapping[str, Any]
 ) -> SamplerSettings | HFSettings:
     """``shipped`` replaced by the folder of the drafter that was trained for this very verifier.
 
     Raises:
         ConfigError: there is none.
     """
-    if isinstance(settings, HFSettings) or settings.drafter == UNTRAINED:
+    if isinstance(settings, HFSettings):
         return settings
-    return dataclasses.replace(settings, drafter=drafter_folder(settings.drafter, verifier, model_name))
+    return settings.with_drafters(lambda name: resolve_named_drafter(name, verifier, config))
 
 
-def require_drafter(settings: SamplerSettings, config: Mapping[str, Any]) -> None:
-    """Refuse a missing drafter folder with the command that makes one, and a window longer than it was trained for.
-
-    Raises:
-        ConfigError: there is no such folder, none is shipped for the configured verifier and model, or
-            ``sampler.gamma`` is above the drafter's.
-        CorruptFileError: its config is damaged.
-    """
-    if settings.drafter == UNTRAINED:
-        return
-    drafter = drafter_folder(settings.drafter, config["verifier"].get("source"), config["model_name"])
-    if not Path(drafter).is_dir():
-        raise ConfigError(
-            f"drafter={drafter!r}: no such folder; train one with `python train.py` (about 15 minutes on 2 cores) or "
-            f"`make demo`, name another folder, or use drafter={SHIPPED} (trained already, for SmolLM2) or "
-            f"drafter={UNTRAINED} (the verifier's layers as copied)"
-        )
-    gamma = read_drafter_config(drafter).gamma  # refuses a damaged config before the verifier loads
-    if settings.gamma is not None and settings.gamma > gamma:
-        raise ConfigError(
-            f"gamma={settings.gamma} of sampler {settings.name!r}: expected at most {gamma}, the positions drafter "
-            f"{drafter} was trained to draft; use a smaller sampler.gamma or train with model.gamma={settings.gamma}"
-        )
+def require_drafters(settings: SamplerSettings, config: Mapping[str, Any]) -> None:
+    """``check_named_drafter`` for every drafter of the sampler."""
+    for name in settings.drafter_names():
+        check_named_drafter(name, settings.gamma, config)
 
 
 def named_sources(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,27 +120,15 @@ def named_sources(node: Mapping[str, Any]) -> dict[str, Any]:
 def build_decoders(
     verifier: HFVerifier, samplers: Mapping[str, SamplerSettings | HFSettings], config: Mapping[str, Any]
 ) -> dict[str, Decoder]:
-    """The baseline (if asked for) and one decoder per sampler; drafters in one folder are loaded once."""
+    """The baseline (if asked for) and one decoder per sampler; a drafter named several times is loaded once."""
     decoders: dict[str, Decoder] = {"autoregressive": AutoregressiveDecoder(verifier)} if config["baseline"] else {}
-    drafters: dict[str, Drafter] = {}
+    load = functools.cache(lambda name: load_named_drafter(name, verifier, config))
     for name, settings in samplers.items():
         if isinstance(settings, HFSettings):
             decoders[name] = settings.make(verifier)
-            continue
-        if settings.drafter not in drafters:
-            fresh = settings.drafter == UNTRAINED
-            drafters[settings.drafter] = (
-                untrained_drafter(config, verifier) if fresh else load_drafter(settings.drafter, verifier)
-            )
-        decoders[name] = settings.make(verifier, drafters[settings.drafter])
+        else:
+            decoders[name] = settings.make(verifier, settings.gather(load))
     return decoders
-
-
-def untrained_drafter(config: Mapping[str, Any], verifier: HFVerifier) -> Drafter:
-    """The verifier's layers as copied, in the number format a trained drafter is loaded in."""
-    drafter: Any = instantiate(config["model"])(verifier).to(verifier.dtype).eval()
-    pack_linears(drafter)
-    return drafter  # type: ignore[no-any-return]
 
 
 def run_benchmarks(
@@ -167,7 +139,7 @@ def run_benchmarks(
     folder: Path,
 ) -> Path:
     """Records of every benchmark in ``folder/records.jsonl``; several are measured in folders of their own first."""
-    encoder = ChatEncoder(verifier.tokenizer)
+    encoder = ChatEncoder.of(verifier)
     paths = []
     for name, prompts in sources.items():
         benchmark = Benchmark(
@@ -196,7 +168,7 @@ def show(config: Mapping[str, Any], verifier: HFVerifier, decoders: dict[str, De
         stops = {"stop_ids": config["stop_ids"], "stop_strings": config["stop"]}
         return {"max_new_tokens": config["max_new_tokens"], "rng": rng, **stops}
 
-    encode = ChatEncoder(verifier.tokenizer).encode
+    encode = ChatEncoder.of(verifier).encode
     warm_passes(verifier, decoders, len(encode(config["prompt"])), config["max_new_tokens"])
     generations = show_prompt(
         config["prompt"], decoders, encode, verifier.tokenizer,
