@@ -25,6 +25,7 @@ GROUPS = {
 SHARED = {"base"}  # files that others build on
 REQUIRED = {  # values that an option leaves to the user, for one script where it says so
     "verifier=hf": ["verifier.source=/nowhere"],
+    "model=masked_lm": ["model.source=/nowhere"],
     "data=jsonl": ["data.train_prompts.path=q.jsonl", "data.train_prompts.prompt_field=question"],
     "data=hub": ["data.train_prompts.name=a/b", "data.train_prompts.prompt_field=question"],
     "data=mixed_gsm8k": [f"data.train_prompts.sources.{name}.path=q.jsonl" for name in ("gsm8k", "alpaca")],
@@ -60,6 +61,7 @@ COMMANDS = [  # what the README and the issue promise
     ("eval", ["verifier.temperature=0.7", "sampler=specinfer", "drafter=untrained"]),
     ("eval", ["verifier.temperature=0.7", "sampler=traversal", "drafter=untrained"]),
     ("eval", ["verifier=hf", "verifier.source=/some/folder"]),
+    ("eval", ["sampler=drafters", "sampler.drafters=[{drafter: shipped, K: 4, temperature: 1.0}, {drafter: a/best}]"]),
 ]
 WRONG = [  # (script, overrides, what the message must name)
     ("eval", ["+typo=1"], "'typo'"),
@@ -74,6 +76,8 @@ WRONG = [  # (script, overrides, what the message must name)
     ("eval", ["benchmark=jsonl"], "benchmark.path"),
     ("eval", ["sampler=tree", "sampler.num_nodes=all"], "sampler.num_nodes='all'"),
     ("eval", ["sampler=tree", "sampler.max_nodes=auto"], "sampler.max_nodes='auto'"),
+    ("eval", ["sampler=drafters", "sampler.drafters=[{drafter: a, K: 0}]"], "sampler.drafters[0].K=0"),
+    ("eval", ["sampler=drafters", "sampler.drafters=shipped"], "sampler.drafters='shipped': expected a list"),
     ("eval", ["color=red"], "color='red': expected one of"),
     ("eval", ["sampler._target_=specdiff2.nothing.Here"], "sampler._target_"),
     ("eval", ["+methods={a: {_target_: specdiff2.runtime.factories.SamplerSettings, gama: 3}}"], "methods.a.gama"),

@@ -13,7 +13,7 @@ import torch
 from helpers import byte_tokenizer, char_tokenizer, tiny_verifier
 from safetensors.torch import load_file, save_file
 
-from specdiff2.models import pretrained
+from specdiff2.models import drafter_files, pretrained, safe_folder
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.packed_linear import PackedLinear, _available
 from specdiff2.models.pretrained import load_drafter, read_training_info, save_drafter
@@ -64,7 +64,7 @@ def rewrite_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Other tensors with a matching digest, as an honest but wrong exporter would write them."""
     save_file(tensors, folder / "model.safetensors")
     record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    record["weights"]["sha256"] = pretrained._sha256(folder / "model.safetensors")
+    record["weights"]["sha256"] = drafter_files.weights_digest(folder)
     (folder / "config.json").write_text(json.dumps(record), encoding="utf-8")
 
 
@@ -124,7 +124,7 @@ def test_other_verifier_is_refused_naming_both(saved: Path) -> None:
 
 
 def test_other_tokenizer_is_refused(saved: Path, verifier) -> None:
-    config = pretrained._parse_config(pretrained._read_config(saved), saved)
+    config = pretrained.read_drafter_config(saved)
     other = tiny_verifier(num_hidden_layers=3, tokenizer=byte_tokenizer(), vocab_size=verifier.vocab_size)
     assert other.fingerprint == config.verifier_fingerprint
     with pytest.raises(MismatchError, match="trained for tokenizer"):
@@ -240,9 +240,10 @@ def test_a_full_disk_leaves_the_old_drafter(drafter, verifier, saved: Path, monk
 
     if failing == "last rename":
         rename = os.replace
-        monkeypatch.setattr(pretrained.os, "replace", lambda a, b: full() if str(a).endswith(".tmp") else rename(a, b))
+        monkeypatch.setattr(safe_folder.os, "replace", lambda a, b: full() if str(a).endswith(".tmp") else rename(a, b))
     else:
-        monkeypatch.setattr(pretrained, failing, full)
+        owner = {"save_file": pretrained, "_dump": drafter_files, "_swap_in": safe_folder}[failing]
+        monkeypatch.setattr(owner, failing, full)
     with torch.no_grad():
         drafter.mask_embedding.add_(1.0)
     with pytest.raises(SpecDiffError, match="No space left on device; what was there before is untouched"):
@@ -294,3 +295,14 @@ def test_a_loaded_bf16_drafter_is_packed_and_stays_an_ordinary_module(saved: Pat
     states = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
     linears[0](states).sum().backward()  # with gradients on, packing does nothing
     assert states.grad is not None
+
+
+def test_a_copy_is_byte_for_byte_and_needs_no_verifier(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    copied = pretrained.copy_drafter(saved, tmp_path / "copy")
+    assert {f.name: f.read_bytes() for f in copied.iterdir()} == {f.name: f.read_bytes() for f in saved.iterdir()}
+    (copied / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"saving would remove notes.txt"):
+        pretrained.copy_drafter(saved, copied)
+    with pytest.raises(CorruptFileError, match="does not exist"):
+        pretrained.copy_drafter(tmp_path / "nowhere", tmp_path / "other")

@@ -16,7 +16,7 @@ from specdiff2.data.hub_prompts import HubPrompts
 from specdiff2.data.jsonl import read_jsonl
 from specdiff2.data.prompt import Prompt
 from specdiff2.objectives import CrossEntropy, ObjectiveSchedule, Stage, Streak
-from specdiff2.runtime import resume, sweep_callback, training
+from specdiff2.runtime import publish, resume, sweep_callback, training
 from specdiff2.runtime.prompts import check_disjoint, load_prompts
 from specdiff2.runtime.rollouts import check_sampling, teacher_sampling
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, SamplingParams
@@ -186,7 +186,7 @@ def test_drafters_of_an_earlier_run_are_withdrawn(tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
     (tmp_path / "before/config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "best").mkdir()  # something else: no drafter
-    training.withdraw(tmp_path, ["before", "best", "last"])
+    publish.withdraw(tmp_path, ["before", "best", "last"])
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 

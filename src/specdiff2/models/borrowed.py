@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdiff2.models.placement import check_copyable
+
 
 class BorrowedEmbeddings:
     """Frozen embedding and head of ``model``; the head cut to the ids that can be drafted.
@@ -20,9 +22,13 @@ class BorrowedEmbeddings:
     Args:
         model: the verifier's model.
         ids: rows of the head to use, in this order.
+
+    Raises:
+        ConfigError: the model is spread over devices, split over processes or quantised.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Int[Tensor, " draft_vocab"]) -> None:
+        check_copyable(model, "a drafter that borrows the verifier's embedding and head")
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
         self._ids = ids.cpu()

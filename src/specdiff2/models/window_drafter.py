@@ -55,6 +55,11 @@ class WindowDrafter(nn.Module):
         return int(self.config.vocab_size)
 
     @property
+    def verifier_vocab_size(self) -> int:
+        """Tokens of the verifier it drafts for; another number only where tokenizers differ."""
+        return self.vocab_size
+
+    @property
     def dtype(self) -> torch.dtype:
         return next(self.stack.parameters()).dtype
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,11 +21,12 @@ from hydra.utils import instantiate as hydra_instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specdiff2.models.dtypes import pick_dtype
+from specdiff2.runtime.auto_settings import resolve_auto
 from specdiff2.runtime.command import clear_composition_error, quote_prompt
 from specdiff2.runtime.config_schema import validate
 from specdiff2.runtime.logging import quiet_libraries
 from specdiff2.runtime.provenance import write_run_json
+from specdiff2.runtime.ranks import run_folder_of_rank
 from specdiff2.runtime.seeding import seed_everything, set_threads
 from specdiff2.runtime.storage import storage_problem
 from specdiff2.runtime.sweep_callback import fingerprint, finish_sweep, is_done
@@ -51,7 +51,7 @@ def check(cfg: DictConfig, schema: type) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).split(chr(10))[0]}") from error
     assert isinstance(config, dict)
-    _resolve_machine(config)
+    resolve_auto(config)
     validate(config, schema)
     return config  # type: ignore[return-value]
 
@@ -60,7 +60,7 @@ def begin(config: dict[str, Any]) -> Path:
     """Seed, set threads and write ``run.json`` before any work; returns the run folder."""
     seed_everything(config["seed"])
     threads = set_threads(config["threads"])
-    folder = Path(config["paths"]["run"])
+    folder = run_folder_of_rank(config)
     _run_ids[:] = [config["run_id"]]
     if _typed:
         sys.argv[1:] = _typed  # run.json records what the user typed, without our quotes
@@ -147,16 +147,3 @@ def _report(error: Exception, config_dir: Path) -> int:
         error = clear_composition_error(error, config_dir, _typed)
     print(f"error: {error}", file=sys.stderr)
     return 1
-
-
-def _resolve_machine(config: dict[str, Any]) -> None:
-    """What ``auto`` means here: ``trainer.accelerator`` the GPU if there is one (where ``verifier.device: auto`` is
-    too), ``trainer.precision`` bf16-mixed where that device multiplies bf16 natively, else 32-true."""
-    trainer = config.get("trainer")
-    if not isinstance(trainer, dict):
-        return
-    if trainer.get("accelerator") == "auto":
-        trainer["accelerator"] = "gpu" if torch.cuda.is_available() else "cpu"
-    if trainer.get("precision") == "auto":
-        device = "cuda" if trainer.get("accelerator") in ("gpu", "cuda") else "cpu"
-        trainer["precision"] = "bf16-mixed" if pick_dtype("auto", device) is torch.bfloat16 else "32-true"

@@ -24,6 +24,7 @@ import torch
 from specdiff2.models import shipped
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.card_facts import CardFacts
+from specdiff2.models.masked_lm_config import MaskedLMConfig
 from specdiff2.models.model_card import write_card
 from specdiff2.models.pretrained import load_drafter, read_drafter_config, read_training_info, save_drafter
 from specdiff2.runtime.build import instantiate
@@ -51,8 +52,12 @@ def ship(
         raise ConfigError(f"name {name!r}: expected letters, digits, '_', '-' and '.', e.g. smollm2_block")
     training = read_training_info(folder)
     check_runs(training, runs)
-    fingerprint = read_drafter_config(folder).verifier_fingerprint
-    stores = rollouts or dict.fromkeys(find_rollouts(read_run(run)["config"], fingerprint) for run in runs)
+    config = read_drafter_config(folder)
+    if isinstance(config, MaskedLMConfig):
+        raise ConfigError(f"drafter {folder}: only block drafters ship with the package; see specdiff2.runtime.export")
+    stores = rollouts or dict.fromkeys(
+        find_rollouts(read_run(run)["config"], config.verifier_fingerprint) for run in runs
+    )
     evaluation, measured = read_results(results)
     facts = CardFacts(tuple(map(run_facts, runs)), tuple(data_facts(list(stores))), evaluation, measured, command)
     drafter = load_drafter(folder, instantiate(read_run(runs[-1])["config"]["verifier"]), dtype=torch.float32)

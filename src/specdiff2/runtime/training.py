@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,21 +18,22 @@ import torch
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.prompt import Prompt
 from specdiff2.data.rollouts import RolloutStore
-from specdiff2.models.pretrained import check_belongs, load_drafter, read_training_info, save_drafter
+from specdiff2.models.drafter_files import check_belongs
 from specdiff2.models.shipped import drafter_folder, is_shipped
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule
+from specdiff2.runtime.auto_settings import is_masked_lm
 from specdiff2.runtime.build import instantiate
-from specdiff2.runtime.drafters import build_drafter, read_model
+from specdiff2.runtime.drafters import build_drafter, read_model, training_rollouts
 from specdiff2.runtime.factories import SamplerSettings
 from specdiff2.runtime.prompts import LoadedPrompts, check_disjoint, load_prompts
+from specdiff2.runtime.publish import export_drafter, exported_names, report
 from specdiff2.runtime.resume import Checkpoint, check_resume, continue_curves, find_checkpoint, read_checkpoint
 from specdiff2.runtime.rollouts import check_sampling, ensure_rollouts, teacher_sampling
 from specdiff2.runtime.storage import storage_problem
-from specdiff2.training.callbacks.drafter_export import DRAFTER_NAMES, DrafterExport
 from specdiff2.training.loggers import close
 from specdiff2.training.module import DistillationModule
-from specdiff2.types import ConfigError, StorageError
+from specdiff2.types import ConfigError, Rollout, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,10 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         check_belongs(start, verifier, Path(config["start_from"]))
     stores = build_rollouts(config["data"], verifier, prompts, Path(config["paths"]["rollouts"]))
     drafter = build_drafter(config, verifier, stores[0], fit=checkpoint is None)
-    data = build_data(config["data"], verifier, drafter.gamma, schedule, stores, prompts["train"].prompts)
     online = bool(config["data"]["online"])
+    check_tokens(drafter, schedule, online)
+    rollouts = training_rollouts(drafter, stores)
+    data = build_data(config["data"], verifier, drafter.gamma, schedule, rollouts, prompts["train"].prompts)
     teacher = verifier if online or schedule.needs_verifier_probs else None
     module = DistillationModule(
         drafter, teacher, schedule, make_optimizer, make_scheduler, verifier_sampling=sampling,
@@ -76,10 +78,27 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
     )  # fmt: skip
     callbacks = build_callbacks(config, verifier, prompts["val"].prompts, folder)
     trainer = build_trainer(config, callbacks, folder)
-    verifier.model.to(trainer.strategy.root_device)  # the drafter borrows its embedding; both must be in one place
+    if teacher is None and config["callbacks"].get("decoding_probe") is None and is_masked_lm(config["model"]):
+        verifier.release()  # nothing reads it any more, and it may be ten times the drafter's size
+    else:
+        verifier.move_to(trainer.strategy.root_device)  # a block drafter borrows its embedding
     fit(trainer, module, data, checkpoint, folder)
     if trainer.is_global_zero:
-        report(config, folder, verifier, exported_names(callbacks))
+        report(config, folder, exported_names(callbacks))
+
+
+def check_tokens(drafter: Any, schedule: ObjectiveSchedule, online: bool) -> None:
+    """A drafter with another tokenizer trains on its own tokens of the verifier's text, where no verifier law is known.
+
+    Raises:
+        ConfigError: an objective reads verifier probabilities, or rollouts are sampled while training.
+    """
+    if getattr(drafter, "bridge", None) is None or not (online or schedule.needs_verifier_probs):
+        return
+    raise ConfigError(
+        "the drafter's tokenizer is not the verifier's: its objective cannot read verifier probabilities, and rollouts "
+        "must be stored ones; use objective=streak (or ce, dpace, ...) and data.online=false"
+    )
 
 
 def prepare_resume(
@@ -158,14 +177,14 @@ def resolve_prefix_loss(weight: float | None, model: Mapping[str, Any]) -> float
         ConfigError: a prefix loss is asked of a drafter without such rows.
     """
     shifted, attention, conditioning = model.get("shifted"), model.get("attention"), model.get("conditioning", "none")
-    possible = bool(shifted) and attention == "causal_prefix" and conditioning == "none"
+    possible = bool(shifted) and attention == "causal_prefix" and conditioning == "none" and not is_masked_lm(model)
     if weight is None:
         return 0.05 if possible else 0.0
     if weight > 0 and not possible:
         raise ConfigError(
             f"prefix_loss_weight={weight} with model.shifted={shifted}, model.attention={attention} and "
             f"model.conditioning={conditioning}: expected model.shifted=true, model.attention=causal_prefix and "
-            "model.conditioning=none, as only such drafters compute a prefix; set prefix_loss_weight=0 (or null)"
+            "model.conditioning=none, as only such block drafters compute a prefix; set prefix_loss_weight=0 (or null)"
         )
     return weight
 
@@ -186,15 +205,15 @@ def build_data(
     verifier: HFVerifier,
     gamma: int,
     schedule: ObjectiveSchedule,
-    stores: tuple[RolloutStore, RolloutStore],
+    rollouts: Sequence[RolloutStore | list[Rollout]],
     prompts: Sequence[Prompt],
 ) -> Any:
     """The data module; windows reveal tokens only where an objective of the schedule wants that."""
     online = None
     if data["online"]:
-        online = instantiate(data["online_rollouts"])(verifier, ChatEncoder(verifier.tokenizer), prompts)
+        online = instantiate(data["online_rollouts"])(verifier, ChatEncoder.of(verifier), prompts)
     masking = "random" if schedule.needs_random_masks else "full"
-    return instantiate(data["module"])(*stores, gamma=gamma, masking=masking, online=online)
+    return instantiate(data["module"])(*rollouts, gamma=gamma, masking=masking, online=online)
 
 
 def build_callbacks(
@@ -216,11 +235,6 @@ def build_callbacks(
     return callbacks
 
 
-def export_drafter(run: Path, drafter: Any, folder: Path, facts: Mapping[str, Any]) -> None:
-    """Save with the run it comes from, so that reports find the training curves."""
-    save_drafter(drafter, folder, {"run": str(run), **facts})
-
-
 def probe_decoder(verifier: HFVerifier, drafter: Any) -> Any:
     """One draft per round, checked by the verifier's own tokens: shows the drafter alone, whatever eval.py uses."""
     return SamplerSettings(name="probe", rule="greedy", drafter="").make(verifier, drafter)
@@ -228,7 +242,7 @@ def probe_decoder(verifier: HFVerifier, drafter: Any) -> Any:
 
 def probe_prompts(prompts: Sequence[Prompt], verifier: HFVerifier) -> list[list[int]]:
     """Their token ids."""
-    encoder = ChatEncoder(verifier.tokenizer)
+    encoder = ChatEncoder.of(verifier)
     return [encoder.encode(prompt) for prompt in prompts]
 
 
@@ -245,35 +259,3 @@ def clear_disk_errors(folder: Path) -> Iterator[None]:
             f"training stopped, {problem}; what was written to {folder} stays; free some disk space, then "
             f"{how_to_go_on(folder)}"
         ) from error
-
-
-def exported_names(callbacks: Sequence[Any]) -> list[str]:
-    """Drafters that this run has exported (or taken over from the run it continues)."""
-    exports = [callback for callback in callbacks if isinstance(callback, DrafterExport)]
-    return [name for name in DRAFTER_NAMES if any(name in export.exported for export in exports)]
-
-
-def report(config: Mapping[str, Any], folder: Path, verifier: HFVerifier, names: Sequence[str]) -> None:
-    """Publish the exported drafters and say what to do next."""
-    if not names:
-        print("no drafter was exported (the run ended before its first evaluation)")
-        return
-    shown = folder / "drafter"
-    if config["publish"]:
-        shown = Path(config["paths"]["drafters"]) / config["model_name"]
-        for name in names:
-            path = folder / "drafter" / name
-            drafter = load_drafter(path, verifier, dtype=torch.float32)  # as trained, not the verifier's dtype
-            save_drafter(drafter, shown / name, extra=read_training_info(path))
-        withdraw(shown, [name for name in DRAFTER_NAMES if name not in names])
-    print(f"drafters: {', '.join(str(shown / name) for name in names)}")
-    print(f"measure:  python eval.py drafter={shown / ('best' if 'best' in names else names[-1])}")
-
-
-def withdraw(shown: Path, names: Sequence[str]) -> None:
-    """Remove drafters that an earlier run has published: beside this run's they would be compared with them."""
-    for name in names:
-        if (shown / name / "config.json").is_file():
-            shutil.rmtree(shown / name)
-            log.warning("%s: removed, this run has none of that name (the run it came from keeps its own)",
-                        shown / name)  # fmt: skip

@@ -17,7 +17,7 @@ from specdiff2.types import MismatchError
 # of the drafter's config: the same tensors mean something else where one of them differs
 CONFIG_KEYS = ("shifted", "attention", "denoising_steps", "layer_indices", "mask_token_id", "verifier_fingerprint",
                "conditioning", "feature_layers", "markov_rank",
-               "tokenizer_fingerprint")  # fmt: skip
+               "tokenizer_fingerprint", "base_fingerprint", "drafter_tokenizer_fingerprint", "lora")  # fmt: skip
 
 
 def trainable_names(module: nn.Module) -> set[str]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from specdiff2.data.seeding import stable_seed
 from specdiff2.objectives import ObjectiveSchedule, part_names
 from specdiff2.protocols import Objective, StatesDrafter
 from specdiff2.training.checkpointing import TrainableOnlyState, signature_of, verify_signature
@@ -34,6 +35,10 @@ class Teacher(Protocol):
     """What training needs of the verifier (``models.verifier.HFVerifier`` has it)."""
 
     model: nn.Module
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the weights where they can be moved."""
+        ...
 
     def window_probs(self, batch: WindowBatch, draft_vocab_ids: Tensor, sampling: SamplingParams) -> Tensor:
         """Verifier probabilities along the teacher path, ``[window, gamma, draft_vocab]``."""
@@ -99,6 +104,7 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         self._refresh_rollouts, self._refresh_every_n_steps = refresh_rollouts, refresh_every_n_steps
         self._refreshed_at = 0
         self._group_started_s = 0.0
+        self._dropout_seed, self._has_dropout = 0, False
 
     @property
     def verifier(self) -> Teacher | None:
@@ -115,8 +121,11 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self) -> None:
+        self._dropout_seed = torch.initial_seed()
+        self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0.0 for m in self.drafter.modules())
         if self.verifier is not None:
-            self.verifier.model.requires_grad_(False).eval().to(self.device)
+            self.verifier.model.requires_grad_(False).eval()
+            self.verifier.move_to(self.device)
 
     def train(self, mode: bool = True) -> DistillationModule:
         super().train(mode)
@@ -130,6 +139,10 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         if self.totals.is_empty_group:
             self._group_started_s = time.perf_counter()
         self._refresh_if_due(self.global_step)
+        if self._has_dropout:
+            # from the place in the training, not from the generator's history: a resumed run drops the same values
+            place = self.global_step, batch_idx % self.trainer.accumulate_grad_batches, self.global_rank
+            torch.manual_seed(stable_seed("dropout", self._dropout_seed, *place))
 
     def _refresh_if_due(self, step: int) -> None:
         """Once per optimizer step, not once per accumulated batch."""
