@@ -81,6 +81,7 @@ def tiny_verifier(
     eos_ids: Sequence[int] | None = None,
     family: str = "llama",
     output_features: bool = False,
+    thinking: bool | None = None,
     seed: int = 0,
     **changes: Any,
 ):
@@ -90,8 +91,9 @@ def tiny_verifier(
     build = {"llama": tiny_llama, "qwen2": tiny_qwen2}[family]
     model = build(vocab, dtype, attn, seed=seed, **changes)
     return HFVerifier(
-        model, tokenizer, name=f"tiny-{family}", vocab_size=vocab_size, eos_ids=eos_ids, output_features=output_features
-    )
+        model, tokenizer, name=f"tiny-{family}", vocab_size=vocab_size, eos_ids=eos_ids,
+        output_features=output_features, thinking=thinking,
+    )  # fmt: skip
 
 
 def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:

@@ -109,13 +109,13 @@ def test_sessions_share_no_cache_and_leave_nothing_behind() -> None:
     verifier.compile(backend="eager")
     one, other = verifier.start(PROMPT, 5), verifier.start(PROMPT, 5)
     assert one.cache is not other.cache
-    storage = one.cache._storage
+    storage = one.cache._storages[0]
     with torch.inference_mode():
         storage.fill_(float("nan"))
     del one
     gc.collect()
     again = verifier.start(PROMPT, 5)
-    assert again.cache._storage is storage, "a cache that is free is used again"
+    assert again.cache._storages[0] is storage, "a cache that is free is used again"
     tree = TokenTree.from_chains(PROMPT[-1], [random_tokens(3, 1), random_tokens(3, 2)])
     assert torch.equal(again.score(tree), other.score(tree))
 

@@ -1,5 +1,7 @@
 """PreallocatedCache against plain tensor operations."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from helpers import tiny_llama
@@ -31,11 +33,11 @@ def assert_holds(cache: PreallocatedCache, expected: list[torch.Tensor]) -> None
 
 def test_update_writes_in_place_and_returns_views():
     cache, keys = filled()
-    storage = cache._storage.data_ptr()
+    storage = cache._storages[0].data_ptr()
     more = torch.randn(2, 2, 3, 4)
     got, _ = cache.update(more, -more, 0)
     assert torch.equal(got, torch.cat([keys[0], more], dim=2))
-    assert cache._storage.data_ptr() == storage
+    assert cache._storages[0].data_ptr() == storage
     assert got.data_ptr() == cache.layers[0].keys.data_ptr()
 
 
@@ -125,3 +127,62 @@ def test_sliding_window_is_refused_naming_the_cache():
         sliding_window=8,
     )
     PreallocatedCache.allocate(full, 1, 8, torch.float32)
+
+
+SPLIT = ["cpu:0", "cpu", "cpu"]  # torch tells these two names apart, so a machine without a GPU has two groups
+
+
+def test_layers_on_one_device_share_one_tensor():
+    one = PreallocatedCache(3, 2, 2, 16, 4, torch.float32, "cpu")
+    assert [tuple(s.shape) for s in one._storages] == [(6, 2, 2, 16, 4)]
+    same = PreallocatedCache(3, 2, 2, 16, 4, torch.float32, [torch.device("cpu")] * 3)
+    assert len(same._storages) == 1
+    split = PreallocatedCache(4, 2, 2, 16, 4, torch.float32, ["cpu", "meta", "meta", "cpu"])
+    assert [(s.device.type, s.shape[0]) for s in split._storages] == [("cpu", 2), ("meta", 4), ("cpu", 2)]
+    assert [layer.keys.device.type for layer in split.layers] == ["cpu", "meta", "meta", "cpu"]
+    with pytest.raises(ValueError, match="2 devices for 3 layers"):
+        PreallocatedCache(3, 2, 2, 16, 4, torch.float32, ["cpu", "cpu"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.gather(4, [4, 6, 9]),
+        lambda cache: cache.gather(4, [5, 7], torch.tensor([5, 7])),
+        lambda cache: cache.keep_rows([3, 1]),
+        lambda cache: cache.repeat_rows([1, 0, 1, 3, 2]),
+        lambda cache: cache.reserve(40),
+        lambda cache: cache.truncate(4),
+        lambda cache: (cache.keep_rows([0, 3, 2]), cache.reserve(20), cache.gather(2, [7]), cache.repeat_rows([2, 0])),
+        lambda cache: (cache.clear(), cache.filled(7)),
+    ],
+)
+def test_two_groups_equal_one(change: Callable[[PreallocatedCache], object]):
+    states = [torch.randn(4, 2, 10, 4) for _ in range(3)]
+    found = []
+    for devices in ("cpu", SPLIT):
+        cache = PreallocatedCache(3, 4, 2, 16, 4, torch.float32, devices)
+        for layer, state in enumerate(states):
+            cache.update(state, -state, layer)
+        change(cache)
+        more = torch.ones(cache.batch, 2, 2, 4)
+        cache.reserve(cache.length + 2)
+        for layer in range(3):  # views must point into the storage that is kept
+            cache.update(more * layer, -more * layer, layer)
+        found.append((len(cache._storages), cache.length, cache.capacity, [cache.keys_values(i) for i in range(3)]))
+    (num_one, *one), (num_two, *two) = found
+    assert (num_one, num_two) == (1, 2) and one[:2] == two[:2]
+    for first, second in zip(one[2], two[2], strict=True):
+        assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_lending_wants_one_device():
+    cache = PreallocatedCache(3, 1, 2, 16, 4, torch.float32, ["cpu", "cpu", "meta"])
+    cache.lend([0, 1])
+    with pytest.raises(ConfigError, match=r"layers \[1, 2\] lie on cpu, meta.*device_map=null"):
+        cache.lend([1, 2])
+
+
+def test_allocate_for_a_share_of_the_heads():
+    cache = PreallocatedCache.allocate(tiny_llama().config, 1, 20, torch.float32, num_heads=1)
+    assert cache.layers[0].keys.shape == (1, 1, 20, 8)

@@ -18,8 +18,9 @@ from helpers import RandomDrafter, Tab, byte_tokenizer, tiny_verifier
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.objectives import CrossEntropy, Streak
 from specdiff2.runtime import provenance
-from specdiff2.runtime.evaluation import compare_tokens, untrained_drafter
+from specdiff2.runtime.evaluation import compare_tokens
 from specdiff2.runtime.factories import SamplerSettings, gsm_symbolic_suite, make_schedule, make_warmup_cosine
+from specdiff2.runtime.named_drafters import untrained_drafter
 from specdiff2.runtime.rebuild_report import main as rebuild_report
 from specdiff2.runtime.rebuild_report import newest_run
 from specdiff2.runtime.seeding import seed_everything, set_threads

@@ -80,7 +80,7 @@ def explain(verifier: Any, reference: Record, divergence: Divergence) -> dict[st
 @torch.inference_mode()
 def token_gap(verifier: Any, prefix: Sequence[int], expected: int | None, got: int | None) -> dict[str, Any]:
     """The verifier's two best tokens after ``prefix``, and the gap of ``expected`` and ``got``; see ``explain``."""
-    input_ids = torch.tensor([list(prefix)], device=verifier.model.device)
+    input_ids = torch.tensor([list(prefix)], device=verifier.device)
     raw = verifier.model(input_ids=input_ids).logits[0, -1, : verifier.vocab_size]
     logits = raw.double()
     top = logits.topk(2)

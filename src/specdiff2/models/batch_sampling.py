@@ -15,10 +15,10 @@ from torch import Tensor
 
 from specdiff2.functional.attention_masks import left_padded_causal_mask, left_padding_mask
 from specdiff2.functional.sampling import logits_to_probs
-from specdiff2.models.kv_cache import PreallocatedCache
 from specdiff2.types import SamplingParams
 
 if TYPE_CHECKING:
+    from specdiff2.models.kv_cache import PreallocatedCache
     from specdiff2.models.verifier import HFVerifier
 
 
@@ -90,7 +90,7 @@ def _prefill(
     ids = torch.tensor([[0] * (width - len(key)) + list(key) for key in index], device=device)
     positions = (torch.arange(width, device=device)[None] - padding[:, None]).clamp(min=0)
     mask = left_padded_causal_mask(padding, width, dtype)
-    cache = PreallocatedCache.allocate(verifier.config, len(index), width + max_new_tokens, dtype, device)
+    cache = verifier.allocate_cache(len(index), width + max_new_tokens)
     logits, _ = verifier.forward(ids, cache=cache, mask=mask, positions=positions, logits_to_keep=1)
     source = [index[tuple(prompt)] for prompt in prompts]
     if len(index) < len(prompts):

@@ -157,11 +157,10 @@ class BridgedText:
         if len(self._window_ids) < self._settle_at:
             return
         self._settle_at = len(self._window_ids) + SETTLE  # where no boundary will do
-        ranges, newest = encoding.offsets, len(self._window_ids) - SETTLE
+        newest = len(self._window_ids) - SETTLE
         for index in range(newest, max(newest - SETTLE_TRIES, 0), -1):
-            start = ranges[index][0]
-            inside = start < ranges[index - 1][1]  # of a character
-            if not inside and drafter.encode(self._window[start:], prefix=False) == self._window_ids[index:]:
+            start = encoding.offsets[index][0]
+            if drafter.encode(self._window[start:], prefix=False) == self._window_ids[index:]:
                 self._settle(index, start)
                 self._settle_at = 2 * SETTLE
                 return

@@ -25,8 +25,8 @@ from transformers.utils.hub import is_offline_mode
 
 from specdiff2.types import ConfigError, CorruptFileError
 
-REQUEST_SECONDS = 5.0  # to connect, and to get an answer
-DEADLINE_SECONDS = 8.0  # for all of it: a resolver without a name server obeys no timeout of ours
+REQUEST_SECONDS = 4.0  # to connect, and to get an answer
+DEADLINE_SECONDS = 6.0  # for all of it: a resolver without a name server obeys no timeout of ours
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 

@@ -2,7 +2,8 @@
 
 All layers live in one tensor, ``[2 * layer, batch, head, capacity, head_dim]``: a forward pass writes in place and
 gets views back (no ``torch.cat``), and moving an accepted tree path or dropping finished rows is one indexing
-operation for the whole model. It knows nothing of trees or sampling.
+operation for the whole model. A model spread over several devices gets one such tensor per run of consecutive layers
+on one device. It knows nothing of trees or sampling, nor how layers came to where they are (``models.placement``).
 
 transformers (5.x) offers growing caches with ``crop`` and beam reordering, but nothing that keeps chosen positions.
 """
@@ -10,7 +11,8 @@ transformers (5.x) offers growing caches with ``crop`` and beam reordering, but 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdiff2.models.transfer import to_device
 from specdiff2.types import ConfigError
+
+Devices: TypeAlias = torch.device | str | Sequence[torch.device | str]
 
 
 def check_full_attention(config: PreTrainedConfig) -> None:
@@ -88,6 +92,7 @@ class PreallocatedCache(Cache):
 
     Args:
         num_layers, batch, num_heads, capacity, head_dim: shape of the storage (``num_heads`` key/value heads).
+        device: of all layers, or one per layer: where each layer computes.
         round_up: capacity to allocate when the cache has to grow to at least its argument; compiled passes are made
             for certain capacities only.
 
@@ -102,14 +107,20 @@ class PreallocatedCache(Cache):
         capacity: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: torch.device | str,
+        device: Devices,
         round_up: Callable[[int], int] = int,
     ) -> None:
         self._round_up = round_up
-        shape = (2 * num_layers, batch, num_heads, capacity, head_dim)
+        devices = [device] * num_layers if isinstance(device, str | torch.device) else list(device)
+        if len(devices) != num_layers:
+            raise ValueError(f"got {len(devices)} devices for {num_layers} layers: expected one per layer")
+        shape = (batch, num_heads, capacity, head_dim)
         # zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN from old memory is NaN
-        self._storage = torch.zeros(shape, dtype=dtype, device=device)
-        self._own = [_Layer(self._storage[2 * i], self._storage[2 * i + 1]) for i in range(num_layers)]
+        self._storages = [
+            torch.zeros((2 * len(list(run)), *shape), dtype=dtype, device=place)
+            for place, run in itertools.groupby(map(torch.device, devices))
+        ]
+        self._own = [_Layer(keys, values) for keys, values in self._views()]
         super().__init__(layers=list(self._own))
 
     @classmethod
@@ -119,13 +130,18 @@ class PreallocatedCache(Cache):
         batch: int,
         capacity: int,
         dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        device: Devices = "cpu",
         round_up: Callable[[int], int] = int,
+        num_heads: int | None = None,
     ) -> PreallocatedCache:
-        """Raises ConfigError for models whose layers are not all full attention."""
+        """``num_heads``: key/value heads in this process; None means all of them.
+
+        Raises:
+            ConfigError: a model whose layers are not all full attention.
+        """
         check_full_attention(config)
         heads = config.num_attention_heads
-        num_heads = getattr(config, "num_key_value_heads", None) or heads
+        num_heads = num_heads or getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(config.num_hidden_layers, batch, num_heads, capacity, head_dim, dtype, device, round_up)
 
@@ -136,11 +152,11 @@ class PreallocatedCache(Cache):
 
     @property
     def capacity(self) -> int:
-        return int(self._storage.shape[3])
+        return int(self._storages[0].shape[3])
 
     @property
     def batch(self) -> int:
-        return int(self._storage.shape[1])
+        return int(self._storages[0].shape[1])
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """What is stored of one layer, as views ``[batch, head, length, head_dim]``."""
@@ -167,24 +183,36 @@ class PreallocatedCache(Cache):
 
     def clear(self) -> None:
         """Empty, and zero as when new: what an earlier user left cannot reach the next one, not even as NaN."""
-        self._storage.zero_()
+        for storage in self._storages:
+            storage.zero_()
         self._set_length(0)
 
     def lend(self, layers: Sequence[int]) -> Cache:
         """The given layers as a cache of their own that shares storage and fill level: a forward pass writes behind
-        what is stored, and ``truncate`` takes it back."""
+        what is stored, and ``truncate`` takes it back.
+
+        Raises:
+            ConfigError: the layers lie on several devices, and who borrows them computes on one.
+        """
+        places = sorted({str(self._own[layer].keys.device) for layer in layers})
+        if len(places) > 1:
+            raise ConfigError(
+                f"keys and values of layers {list(layers)} lie on {', '.join(places)}: a drafter that reads them needs "
+                "them on one device; load the verifier on one (verifier.device_map=null) or use another drafter"
+            )
         return Cache(layers=[self._own[layer] for layer in layers])
 
     def reserve(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens; existing content stays. Grows by half at least, so it is rare."""
         if capacity <= self.capacity:
             return
-        old, length = self._storage, self.length
-        shape = list(old.shape)
-        shape[3] = self._round_up(max(capacity, old.shape[3] * 3 // 2))
-        new = torch.zeros(shape, dtype=old.dtype, device=old.device)
-        new[:, :, :, :length] = old[:, :, :, :length]
-        self._set_storage(new)
+        capacity = self._round_up(max(capacity, self.capacity * 3 // 2))
+        storages = []
+        for old in self._storages:
+            new = old.new_zeros((*old.shape[:3], capacity, old.shape[4]))
+            new[:, :, :, : self.length] = old[:, :, :, : self.length]
+            storages.append(new)
+        self._set_storages(storages)
 
     def truncate(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens.
@@ -199,7 +227,7 @@ class PreallocatedCache(Cache):
     def gather(self, prefix_length: int, indices: Sequence[int], index: Tensor | None = None) -> None:
         """Keep the first ``prefix_length`` tokens, then the slots ``indices`` (absolute, increasing), contiguously.
 
-        ``index``: ``indices`` as a tensor on the cache's device, where there is one already.
+        ``index``: ``indices`` as a tensor on the (first) device of the cache, where there is one already.
 
         Raises:
             ValueError: the indices are not increasing inside [prefix_length, length).
@@ -213,34 +241,47 @@ class PreallocatedCache(Cache):
         # slots that are already in place (a leading run) need no copy: often the whole path of a single chain
         moved = next((i for i, slot in enumerate(indices) if slot != prefix_length + i), len(indices))
         if moved < len(indices):
-            index = to_device(indices, self._storage.device) if index is None else index
-            self._storage[:, :, :, prefix_length + moved : end] = self._storage.index_select(3, index[moved:])
+            index = to_device(indices, self._storages[0].device) if index is None else index
+            for storage in self._storages:
+                source = index[moved:].to(storage.device)  # where it is already but for a model on several devices
+                storage[:, :, :, prefix_length + moved : end] = storage.index_select(3, source)
         self._set_length(end)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order. Rows that stay where they are cost nothing."""
         moved = [i for i, row in enumerate(rows) if row != i]
-        storage = self._storage[:, : len(rows)]
-        if moved:
-            length = self.length
-            target = torch.tensor(moved, device=self._storage.device)
-            source = torch.tensor([rows[i] for i in moved], device=self._storage.device)
-            # index_select copies before anything is written, so overlapping source and target rows are safe
-            storage[:, target, :, :length] = self._storage[:, :, :, :length].index_select(1, source)
-        self._set_storage(storage)
+        storages = []
+        for old in self._storages:
+            storage = old[:, : len(rows)]
+            if moved:
+                target = torch.tensor(moved, device=old.device)
+                source = torch.tensor([rows[i] for i in moved], device=old.device)
+                # index_select copies before anything is written, so overlapping source and target rows are safe
+                storage[:, target, :, : self.length] = old[:, :, :, : self.length].index_select(1, source)
+            storages.append(storage)
+        self._set_storages(storages)
 
     def repeat_rows(self, rows: Sequence[int]) -> None:
         """Row i becomes a copy of row ``rows[i]``; the batch may grow (several completions of one prompt)."""
-        old, length = self._storage, self.length
-        new = torch.zeros((old.shape[0], len(rows), *old.shape[2:]), dtype=old.dtype, device=old.device)
-        new[:, :, :, :length] = old[:, :, :, :length].index_select(1, torch.tensor(rows, device=old.device))
-        self._set_storage(new)
+        storages = []
+        for old in self._storages:
+            new = old.new_zeros((old.shape[0], len(rows), *old.shape[2:]))
+            source = torch.tensor(rows, device=old.device)
+            new[:, :, :, : self.length] = old[:, :, :, : self.length].index_select(1, source)
+            storages.append(new)
+        self._set_storages(storages)
 
     def _set_length(self, length: int) -> None:
         for layer in self._own:
             layer.num_filled = length
 
-    def _set_storage(self, storage: Tensor) -> None:
-        self._storage = storage
-        for i, layer in enumerate(self._own):
-            layer.set_storage(storage[2 * i], storage[2 * i + 1])
+    def _set_storages(self, storages: list[Tensor]) -> None:
+        self._storages = storages
+        for layer, (keys, values) in zip(self._own, self._views(), strict=True):
+            layer.set_storage(keys, values)
+
+    def _views(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, in order."""
+        for storage in self._storages:
+            for i in range(0, storage.shape[0], 2):
+                yield storage[i], storage[i + 1]

@@ -53,6 +53,7 @@ def pack_linears(model: nn.Module) -> int:
 
     Parameters, state dict and module names stay as they are.
     """
+    # quantised and split weights are tensors of other classes
     linears = [m for m in model.modules() if type(m) is nn.Linear and _packable(m.weight)]
     if sum(m.weight.numel() * m.weight.element_size() for m in linears) > MAX_PACKED_BYTES or not _available():
         return 0
@@ -64,7 +65,7 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def _packable(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 def _available() -> bool:

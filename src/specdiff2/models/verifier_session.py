@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdiff2.functional.attention_masks import tree_attention_mask
-from specdiff2.models.kv_cache import PreallocatedCache
 from specdiff2.models.transfer import to_device
 from specdiff2.tree import TokenTree
 
@@ -39,7 +38,7 @@ class HFVerifierSession:
         self.passes = verifier.passes
         capacity = len(prompt) + max_new_tokens + TREE_HEADROOM
         if self.passes is None:
-            self.cache = PreallocatedCache.allocate(verifier.config, 1, capacity, verifier.dtype, verifier.device)
+            self.cache = verifier.allocate_cache(1, capacity)
         else:
             self.cache = self.passes.lease(self, capacity)
         if len(prompt) > 1:

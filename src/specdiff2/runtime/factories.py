@@ -6,9 +6,10 @@ Each callable here is a config schema: its parameters are the keys of a file in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -16,6 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from specdiff2.data.prompt import PromptSource
 from specdiff2.data.prompts import GsmSymbolicPrompts
 from specdiff2.decoding.acceptance import check_combination, make_rule
+from specdiff2.decoding.drafter_entries import DrafterEntry, gather, num_drafts_of, read_entries
+from specdiff2.decoding.ensemble import check_ensemble, check_num_drafts
 from specdiff2.decoding.samplers import check_grown_sampling, default_draft_temperature, make_growth
 from specdiff2.decoding.selection import make_selector
 from specdiff2.decoding.speculative import SpeculativeDecoder, check_confidence
@@ -38,12 +41,17 @@ def make_verifier(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    thinking: bool | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    tp_plan: str | Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> HFVerifier:
     """``HFVerifier.from_pretrained`` with the law it decodes by as three plain keys."""
     sampling = SamplingParams(temperature, top_k, top_p)
     return HFVerifier.from_pretrained(
         source, revision=revision, gguf_file=gguf_file, dtype=dtype, attn_implementation=attn_implementation,
-        device=device, sampling=sampling, cache_dir=cache_dir,
+        device=device, sampling=sampling, cache_dir=cache_dir, thinking=thinking, device_map=device_map,
+        tp_plan=tp_plan, quantization=quantization,
     )  # fmt: skip
 
 
@@ -54,12 +62,14 @@ class SamplerSettings:
 
     Attributes:
         name: how tables call the method.
-        K: number of drafts.
+        K: number of drafts; None means 1, or with ``drafters`` the sum of theirs.
         gamma: drafted positions, at most the drafter's; None means the drafter's own.
         temperature: of the drafter; None means 0 (the most probable window) for one draft of a rule that does not
             read draft probabilities, else 1.
         drafter: folder written by training, ``shipped`` for the one that comes with the package (see
             ``models.shipped``), or ``untrained`` for the layers as copied.
+        drafters: several instead of ``drafter``, each {drafter, K, temperature, name}; see
+            ``drafter_entries.DrafterEntry``. ``gamma`` None then means the smallest of theirs.
         num_nodes: drafted nodes of a grown tree, or ``auto``; None draws K drafts. See ``tree_growth.GrowthSettings``
             for it, ``max_nodes``, ``tree_temperature``, ``lookup_tokens`` and ``lookup_ngram``.
         min_confidence: drafts end before the argmax chain's probability falls below it; 0 never shortens.
@@ -71,9 +81,9 @@ class SamplerSettings:
 
     name: str
     rule: str
-    drafter: str
+    drafter: str | None = None
     selection: str | None = None
-    K: int = 1
+    K: int | None = None
     gamma: int | None = None
     temperature: float | None = None
     top_k: int = 0
@@ -85,20 +95,58 @@ class SamplerSettings:
     lookup_ngram: int | None = None
     min_confidence: float = 0.0
     cost_folder: str | None = None
+    drafters: Sequence[Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         rule, selector = make_rule(self.rule), make_selector(self.selection)
-        check_combination(rule, selector, self.K)
+        entries = self.entries()
+        if entries:
+            check_ensemble(rule, self.num_nodes)
+            check_num_drafts(self.K, num_drafts_of(entries))
+            for entry in entries:
+                entry.sampling(self.temperature, self.top_k, self.top_p)
+        elif self.drafter is None:
+            raise ConfigError(f"drafter=None of sampler {self.name!r}: expected a drafter, or a list of drafters")
+        check_combination(rule, selector, self.num_drafts)
         if self.gamma is not None and self.gamma < 1:
             raise ConfigError(f"gamma={self.gamma!r}: expected an integer >= 1, or null for the drafter's own")
         growth = self.growth()
         check_confidence(self.min_confidence)
         if growth is not None:
-            check_growth(rule, selector, self.K)
+            check_growth(rule, selector, self.num_drafts)
             check_grown_sampling(self.draft_sampling())
             if self.gamma is not None:
                 growth.check_gamma(self.gamma)
         self.draft_sampling()
+
+    def entries(self) -> tuple[DrafterEntry, ...]:
+        """``drafters``, checked; empty for one drafter."""
+        return () if self.drafters is None else read_entries(self.drafters)
+
+    @property
+    def num_drafts(self) -> int:
+        """K drafts of a round, of all drafters together."""
+        if self.drafters is not None:
+            return num_drafts_of(self.entries())
+        return 1 if self.K is None else self.K
+
+    def drafter_names(self) -> list[str]:
+        """What is to be loaded: names of drafters, each once."""
+        return list(dict.fromkeys([entry.drafter for entry in self.entries()] or [str(self.drafter)]))
+
+    def with_drafters(self, resolve: Callable[[str], str]) -> SamplerSettings:
+        """The same settings with ``resolve(name)`` for the name of each drafter; tables call it as before."""
+        if self.drafters is None:
+            return dataclasses.replace(self, drafter=resolve(str(self.drafter)))
+        resolved = [dataclasses.replace(entry, drafter=resolve(entry.drafter)) for entry in self.entries()]
+        return dataclasses.replace(self, drafters=[dataclasses.asdict(entry) for entry in resolved])
+
+    def gather(self, load: Callable[[str], Drafter]) -> Drafter:
+        """The drafter, or the ensemble of the drafters, that ``load`` makes of the names."""
+        entries = self.entries()
+        if not entries:
+            return load(str(self.drafter))
+        return gather(entries, load, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def growth(self) -> GrowthSettings | None:
         """How trees are grown; None where drafts are drawn."""
@@ -107,15 +155,21 @@ class SamplerSettings:
         )
 
     def draft_sampling(self) -> SamplingParams:
-        """The law drafts are drawn from; the drafter's untempered law for a grown tree."""
-        default = 1.0 if self.num_nodes is not None else default_draft_temperature(make_rule(self.rule), self.K)
+        """The law drafts are drawn from; the drafter's untempered law for a grown tree, and each entry's own law where
+        there are several drafters."""
+        if self.drafters is not None:
+            return SamplingParams()
+        default = (
+            1.0 if self.num_nodes is not None else default_draft_temperature(make_rule(self.rule), self.num_drafts)
+        )
         return SamplingParams(default if self.temperature is None else self.temperature, self.top_k, self.top_p)
 
     def make(self, verifier: Verifier, drafter: Drafter) -> SpeculativeDecoder:
         """The decoder of these settings."""
         return SpeculativeDecoder(
             verifier, drafter, rule=make_rule(self.rule), selector=make_selector(self.selection), gamma=self.gamma,
-            num_drafts=self.K, min_confidence=self.min_confidence, draft_sampling=self.draft_sampling(), name=self.name,
+            num_drafts=self.num_drafts, min_confidence=self.min_confidence, draft_sampling=self.draft_sampling(),
+            name=self.name,
             growth=make_growth(self.growth(), verifier, drafter, gamma=self.gamma, cost_folder=self.cost_folder),
         )  # fmt: skip
 
