@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from specdiff2.runtime import build
 from specdiff2.runtime.config_schema import EvalConfig
 from specdiff2.runtime.evaluation import evaluate
+from specdiff2.runtime.preflight import preflight
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
 
@@ -27,6 +28,8 @@ CONFIG_DIR = Path(__file__).resolve().parent / "conf"
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="eval")
 def main(cfg: DictConfig) -> None:
     config = build.check(cfg, EvalConfig)
+    if config["preflight"] is not False:
+        return preflight(config, "eval")
     if build.is_finished(cfg):
         return
     evaluate(config, build.begin(config))

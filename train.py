@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from specdiff2.runtime import build
 from specdiff2.runtime.config_schema import TrainConfig
+from specdiff2.runtime.preflight import preflight
 from specdiff2.runtime.training import train
 
 CONFIG_DIR = Path(__file__).resolve().parent / "conf"
@@ -27,6 +28,8 @@ CONFIG_DIR = Path(__file__).resolve().parent / "conf"
 @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="train")
 def main(cfg: DictConfig) -> None:
     config = build.check(cfg, TrainConfig)
+    if config["preflight"] is not False:
+        return preflight(config, "train")
     if build.is_finished(cfg):
         return
     train(config, build.begin(config))

@@ -186,6 +186,8 @@ def test_a_drafter_with_another_tokenizer_trains_on_its_own_tokens(foreign: Pair
     assert drafter["other_tokenizer"] and drafter["tokenizer_fingerprint"] != drafter["drafter_tokenizer_fingerprint"]
     with pytest.raises(ConfigError, match="objective=streak"):
         train_here(foreign.options, foreign.root / "probs", "objective=streak_expected", "publish=false")
+    with pytest.raises(ConfigError, match="draft_vocab_size=null"):
+        train_here(foreign.options, foreign.root / "size", "data.draft_vocab_size=50", "publish=false")
 
 
 @pytest.mark.parametrize("sampler", ["specdiff", "specdiff2", "tree_match"])

@@ -222,3 +222,17 @@ def test_points_from_few_rounds_are_hollow(tmp_path: Path) -> None:
         return len(re.findall(r'class="s\d hollow"', html))
 
     assert hollow("few", 2) > hollow("many", 40)
+
+
+def test_wins_of_several_drafters_are_a_table_of_their_own(tmp_path: Path) -> None:
+    several = record("drafters", rounds=[(4, 2, 3), (4, 0, 1), (4, 1, 2)], num_drafts=3, drafters=["<best>", "drawn"])
+    for one, winners in zip(several.rounds, ([0], [], [0, 1]), strict=True):
+        one.winners = winners
+    checker, html = check(write_report(write_run(tmp_path / "several", [baseline(num_tokens=6), several])))
+    start = checker.text.index("share of rounds won")
+    assert "".join(checker.text[start:]).count("Several drafters") >= 2
+    cells = re.findall(r"<td>([^<]*)</td>", html[html.index("accepted tokens in them") :])[:8]
+    assert cells == ["Several drafters", "66.7%", "2", "3", "Several drafters", "33.3%", "1", "1"]
+    assert "&lt;best&gt;" in html and "<best>" not in html
+    _, plain = check(write_report(write_run(tmp_path / "one", toy_records())))
+    assert "share of rounds won" not in plain

@@ -37,6 +37,7 @@ class BridgedText:
         self._window_ids: list[int] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._tail: list[int] = []  # last verifier ids of the current section
+        self._tail_is_section = True  # the section has no others
         self._is_empty = True  # no committed token at all
         self._is_first = True  # nothing but a BOS before the current section
         self._start_section()

@@ -119,6 +119,11 @@ class MaskedLMDrafter(WindowDrafter):
         """
         _check_tokenizers(base, verifier)
         other = not same_tokenizer(verifier.tokenizer, base.tokenizer)
+        if other and draft_vocab_ids is not None:
+            raise ConfigError(
+                f"draft_vocab_ids for drafter {base.name}: they are the verifier's ids, but it has a tokenizer of "
+                "its own; set data.draft_vocab_size=null"
+            )
         config = MaskedLMConfig(
             gamma=gamma,
             family=base.family.name,

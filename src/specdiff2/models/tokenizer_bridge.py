@@ -59,7 +59,7 @@ class TokenizerBridge:
         self._opening = openings[0]
         self._specials = {token: self._counterpart(token) for token in self.verifier.special_ids}
         eos_string = None if self.verifier_eos is None else self.verifier.special_ids[self.verifier_eos]
-        self._ends = {i for i, string in self.drafter.special_ids.items() if string == eos_string} | {self.drafter_eos}
+        self._ends = {self.drafter_eos, *(i for i, text in self.drafter.special_ids.items() if text == eos_string)}
 
     def start(self, tokens: Sequence[int] = ()) -> BridgedText:
         """The text of ``tokens`` (the verifier's), to be continued."""

@@ -30,7 +30,8 @@ MINIMUM: dict[str, float] = {
     "seed": 0, "threads": 1, "prefix_loss_weight": 0.0, "temperature": 0.0, "top_k": 0, "lr": 0.0,
     "weight_decay": 0.0, "warmup_steps": 0,
     "warmup_share": 0.0, "every_n_steps": 1, "accumulate_grad_batches": 1, "limit": 1, "draft_vocab_size": 1,
-    "num_probe_prompts": 1, "loss_chunk_windows": 1, "markov_rank": 0,
+    "num_probe_prompts": 1, "loss_chunk_windows": 1, "markov_rank": 0, "preflight": 0.0, "num_devices": 1,
+    "memory_gib": 0.0, "reserve_gib": 0.0, "layer_overhead_ms": 0.0, "all_reduce_ms": 0.0, "round_overhead_ms": 0.0,
 }  # fmt: skip
 
 
@@ -70,6 +71,28 @@ class RuntimeSection:
 
 
 @dataclass
+class HardwareSection:
+    """Section ``hardware``: the devices that ``preflight`` plans for. Null: as this machine has it.
+
+    ``memory_gib`` of one device, ``reserve_gib`` of it kept free; peaks of bandwidth and arithmetic, and the shares of
+    them that are reached; times that no peak tells.
+    """
+
+    name: str | None
+    num_devices: int | None
+    memory_gib: float | None
+    reserve_gib: float
+    bandwidth_gb_s: float | None
+    bf16_tflops: float | None
+    fp32_tflops: float | None
+    bandwidth_share: float
+    flops_share: float
+    layer_overhead_ms: float
+    all_reduce_ms: float
+    round_overhead_ms: float
+
+
+@dataclass
 class TrainConfig:
     """Top level of ``conf/train.yaml``."""
 
@@ -83,6 +106,8 @@ class TrainConfig:
     trainer: Node
     logger: Node
     paths: Paths
+    hardware: HardwareSection
+    preflight: bool | float
     model_name: str
     run_id: str
     max_steps: int
@@ -106,6 +131,8 @@ class EvalConfig:
     methods: Node | None
     benchmark: Node
     paths: Paths
+    hardware: HardwareSection
+    preflight: bool | float
     model_name: str
     drafter: str
     prompt: str | None
@@ -119,6 +146,9 @@ class EvalConfig:
     runtime: RuntimeSection
     color: Literal["auto", "always", "never"]
     run_id: str
+
+
+SECTIONS = (Paths, DataSection, RuntimeSection, HardwareSection)
 
 
 def validate(config: Node, schema: type) -> None:
@@ -213,7 +243,7 @@ def _check_value(expected: Any, value: Any, key: str) -> None:
         target = locate(str(value["_target_"]), f"{key}._target_")
         _check_call(target, value, key, required=False)
         return
-    if isinstance(value, Mapping) and inspect.isclass(expected) and expected in (Paths, DataSection, RuntimeSection):
+    if isinstance(value, Mapping) and inspect.isclass(expected) and expected in SECTIONS:
         _check_call(expected, value, key, required=True)
         return
     if not _matches(expected, value):

@@ -1,0 +1,177 @@
+"""``preflight=true``: what a run needs, from configurations alone, before anything is downloaded, loaded or sampled.
+
+Builds one plan (a plain dictionary, ``preflight.json``) of memory per device, bounds and estimates of speed, expected
+speed-up by the mean streak, hours, and warnings, and prints it. ``preflight=4.5`` plans for that mean streak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specdiff2.runtime.build import instantiate
+from specdiff2.runtime.config_schema import HardwareSection
+from specdiff2.runtime.factories import SamplerSettings
+from specdiff2.runtime.machine_probe import complete
+from specdiff2.runtime.preflight_advice import (
+    PhaseOf,
+    Room,
+    Smaller,
+    does_not_fit,
+    placement_warnings,
+    round_warnings,
+    size_remedies,
+    training_remedies,
+    verifier_remedies,
+)
+from specdiff2.runtime.preflight_memory import decoding_phase, rollout_phase, training_phase
+from specdiff2.runtime.preflight_sections import (
+    alone_section,
+    assumptions,
+    decoding_sections,
+    drafter_section,
+    hours_section,
+    phase_section,
+    verifier_section,
+)
+from specdiff2.runtime.preflight_settings import (
+    ASSUMED_PROMPT,
+    DrafterSettings,
+    TrainingSettings,
+    VerifierSettings,
+    read_drafter,
+    read_training,
+    read_verifier,
+    rollout_length,
+)
+from specdiff2.runtime.preflight_speed import Method
+from specdiff2.runtime.preflight_table import render
+from specdiff2.runtime.provenance import write_json
+from specdiff2.types import ConfigError
+
+PLAN_FILE = "preflight.json"
+Config = Mapping[str, Any]
+
+
+def preflight(config: Config, script: str) -> None:
+    """Print the plan of ``script`` (train or eval) and write it into the run folder.
+
+    Raises:
+        ConfigError, CorruptFileError: a model whose configuration is not at hand, or a setting that cannot be planned.
+    """
+    plan = make_plan(config, script)
+    path = Path(config["paths"]["run"]) / PLAN_FILE
+    write_json(path, plan)
+    print(f"{render(plan)}\n\nplan: {path}")
+
+
+def make_plan(config: Config, script: str) -> dict[str, Any]:
+    """The plan as plain values; raises as ``preflight``."""
+    hardware = read_hardware(config["hardware"])
+    room = Room.of(hardware)
+    verifier = read_verifier(config, hardware)
+    drafter = read_drafter(config, verifier.shape, hardware)
+    training = read_training(config, drafter, hardware) if script == "train" else None
+    prompt, new = planned_lengths(config, script)
+    methods = [Method("one draft", drafter.gamma, drafter.gamma + 1)]
+    if script == "eval":
+        methods = list(read_methods(config, drafter.gamma))
+    phases = list(planned_phases(config, drafter, training, (prompt, new), methods))
+    decoding = list(decoding_sections(config, hardware, verifier, drafter, methods, prompt + new // 2))
+    warnings = list(placement_warnings(verifier, drafter, training, hardware))
+    for phase_of, smaller in phases:
+        warnings += phase_warnings(phase_of, smaller, verifier, drafter, training, room)
+    for method, (_, cost) in zip(methods, decoding, strict=True):
+        warnings += round_warnings(method.name, method.gamma, cost)
+    context = verifier.shape.config.max_position_embeddings
+    if prompt + new > context:
+        warnings.append(f"{prompt} + {new} tokens are beyond the verifier's context of {context}")
+    return {
+        "format": 1,
+        "script": script,
+        "hardware": dataclasses.asdict(hardware),
+        "verifier": verifier_section(verifier),
+        "drafter": drafter_section(drafter, training),
+        "assumptions": assumptions(prompt, new),
+        "phases": [phase_section(phase_of(verifier), room) for phase_of, _ in phases],
+        "verifier_alone": alone_section(config, hardware, verifier, prompt + new // 2),
+        "decoding": [section for section, _ in decoding],
+        "hours": hours_section(config, hardware, verifier, drafter, training, (prompt, new)) if training else {},
+        "warnings": warnings,
+    }
+
+
+def read_hardware(section: Config) -> HardwareSection:
+    """Section ``hardware``, completed on this machine where it leaves something open.
+
+    Raises:
+        ConfigError: a peak or share that is not positive, or less memory than is kept free.
+    """
+    hardware = complete(HardwareSection(**section))
+    for name in ("memory_gib", "bandwidth_gb_s", "bf16_tflops", "fp32_tflops", "bandwidth_share", "flops_share"):
+        if not getattr(hardware, name) > 0.0:
+            raise ConfigError(f"hardware.{name}={getattr(hardware, name)!r}: expected a number above 0")
+    if hardware.memory_gib is not None and hardware.reserve_gib >= hardware.memory_gib:
+        raise ConfigError(f"hardware.reserve_gib={hardware.reserve_gib}: expected less than hardware.memory_gib")
+    return hardware
+
+
+def planned_lengths(config: Config, script: str) -> tuple[int, int]:
+    """(prompt tokens, new tokens) of the longest sequence that is planned for."""
+    if script == "eval":
+        return ASSUMED_PROMPT, config["max_new_tokens"]
+    new = config["data"]["rollouts"]["max_new_tokens"]
+    return max(rollout_length(config) - new, 1), new
+
+
+def read_methods(config: Config, gamma: int) -> Iterator[Method]:
+    """The speculative methods of an evaluation; transformers' own are not planned for."""
+    for name, node in (config["methods"] or {config["sampler"]["name"]: config["sampler"]}).items():
+        settings = instantiate(node)
+        if isinstance(settings, SamplerSettings):
+            drafted, growth = settings.gamma or gamma, settings.growth()
+            nodes = 1 + (settings.num_drafts * drafted if growth is None else growth.budget)
+            yield Method(name, drafted, nodes, max(len(settings.entries()), 1), len(settings.drafter_names()))
+
+
+def planned_phases(
+    config: Config,
+    drafter: DrafterSettings,
+    training: TrainingSettings | None,
+    lengths: tuple[int, int],
+    methods: Sequence[Method],
+) -> Iterator[tuple[PhaseOf, Smaller]]:
+    """The phases of the run, each as a function of how the verifier is stored and placed, with smaller settings."""
+    if training is None:
+        nodes = max((method.num_nodes for method in methods), default=1)
+        drafters = max((method.num_drafters for method in methods), default=1)
+        yield lambda verifier: decoding_phase(verifier, drafter, *lengths, nodes, drafters), ()
+        return
+    batch = config["data"]["rollouts"]["batch_size"]
+    smaller = [
+        (f"data.rollouts.batch_size={size}", partial(rollout_phase, batch=size, prompt=lengths[0], new=lengths[1]))
+        for size in (batch >> shift for shift in range(1, batch.bit_length()))
+    ]
+    yield lambda verifier: rollout_phase(verifier, batch, *lengths), smaller
+    yield lambda verifier: training_phase(verifier, drafter, training), ()
+
+
+def phase_warnings(
+    phase_of: PhaseOf,
+    smaller: Smaller,
+    verifier: VerifierSettings,
+    drafter: DrafterSettings,
+    training: TrainingSettings | None,
+    room: Room,
+) -> Iterator[str]:
+    """One warning, with what would make the phase fit; none where it fits."""
+    phase = phase_of(verifier)
+    if room.fits(phase):
+        return
+    remedies = [*size_remedies(verifier, smaller, room), *verifier_remedies(verifier, phase_of, room)]
+    if phase.name == "training" and training is not None:
+        remedies = [*training_remedies(verifier, drafter, training, room), *remedies]
+    yield "; ".join([f"{does_not_fit(phase, room)}: does not fit", *(f"try {text}" for text in remedies)])
