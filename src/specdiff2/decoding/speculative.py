@@ -5,7 +5,7 @@ The loop itself is ``decoding.engine``; named combinations are ``decoding.sample
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -8,7 +8,6 @@ local folder never touches the network; a hub id is fetched by huggingface_hub. 
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from specdiff2.models.family_weights import (
     target_shapes,
 )
 from specdiff2.models.hub import download_command, find_on_hub
+from specdiff2.models.json_object import read_json_object
 from specdiff2.models.loading import check_attention, resolve_source
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError
 
@@ -178,13 +178,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ConfigError(f"{path.parent}: holds no config.json; expected a model folder, fetch the model again")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{path}: not valid JSON ({error}); fetch the model again") from error
-    if not isinstance(found, dict):
-        raise CorruptFileError(f"{path}: expected a JSON object; fetch the model again")
-    return found
+    return read_json_object(path)
 
 
 def _cached_folder(name: str, revision: str | None) -> Path | None:

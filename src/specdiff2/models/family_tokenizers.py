@@ -7,7 +7,6 @@ byte-level BPE with more added tokens, so ``vocab.json``, ``merges.txt`` and the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedToke
 
 from specdiff2.models.families import Family
 from specdiff2.models.family_config import mask_id_of
+from specdiff2.models.json_object import read_json_object
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError
 
 # which file decides, and the class that reads it; the first that is there wins
@@ -113,10 +113,4 @@ def _promised_ids(folder: Path) -> list[tuple[str, int]]:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{path}: not valid JSON ({error}); fetch it again") from error
-    if not isinstance(found, dict):
-        raise CorruptFileError(f"{path}: expected a JSON object; fetch it again")
-    return found
+    return read_json_object(path)

@@ -8,7 +8,6 @@ devices, batches or speed.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,6 +22,7 @@ from transformers.utils.hub import cached_file
 from specdiff2.models.context_input import ContextInput
 from specdiff2.models.families import Family, detect_family, get_family
 from specdiff2.models.family_config import to_target_config
+from specdiff2.models.family_loading import read_config
 from specdiff2.models.layer_stack import stack_config
 from specdiff2.models.markov_head import MarkovHead
 from specdiff2.models.published_shapes import PublishedShape, published_shape
@@ -263,12 +263,7 @@ def _gguf_config(path: Path) -> tuple[PreTrainedConfig, str]:
 def _folder_config(folder: Path, family: str | None) -> tuple[PreTrainedConfig, Family | None]:
     """``config.json`` of a folder; a masked-diffusion family is read as the class it loads as."""
     file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{folder}: holds no config.json; expected a folder written by save_pretrained")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{file}: not valid JSON ({error}); fetch the model again") from error
+    raw = read_config(file)
     try:
         found = get_family(family) if family is not None else detect_family(raw, folder)
     except ConfigError:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from specdiff2.models.dtypes import DTYPES
 from specdiff2.models.masked_lm_export import LAYOUTS, export_masked_lm
-from specdiff2.types import SpecDiffError
+from specdiff2.runtime.tool import run_tool
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,12 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--base", help="hub id or folder of the base checkpoint; default: where it was trained from")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of merged weights; default: bfloat16")
     given = parser.parse_args(arguments)
-    try:
-        print(export_masked_lm(given.drafter, given.out, given.layout, source=given.base, dtype=DTYPES[given.dtype]))
-    except SpecDiffError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    dtype = DTYPES[given.dtype]
+    return run_tool(lambda: export_masked_lm(given.drafter, given.out, given.layout, source=given.base, dtype=dtype))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from specdiff2.evaluation.json_files import write_json
 from specdiff2.evaluation.metrics import write_summary
 from specdiff2.evaluation.records import RECORDS_FILE
 from specdiff2.evaluation.report import write_report
-from specdiff2.types import ConfigError, CorruptFileError, SpecDiffError
+from specdiff2.runtime.tool import run_tool
+from specdiff2.types import ConfigError, CorruptFileError
 
 TRAINING_RUNS_FILE = "training_runs.json"
 
@@ -75,12 +76,7 @@ def newest_run(outputs: Path) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0, or 1 with one message."""
-    try:
-        print(rebuild([Path(a) for a in arguments] or [newest_run(Path("outputs"))]))
-    except SpecDiffError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_tool(lambda: rebuild([Path(a) for a in arguments] or [newest_run(Path("outputs"))]))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from specdiff2.models.model_card import write_card
 from specdiff2.models.pretrained import load_drafter, read_drafter_config, read_training_info, save_drafter
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.run_facts import data_facts, find_rollouts, portable, read_results, read_run, run_facts, run_name
-from specdiff2.types import ConfigError, SpecDiffError
+from specdiff2.runtime.tool import run_tool
+from specdiff2.types import ConfigError
 
 MAX_BYTES = 30_000_000
 
@@ -119,12 +120,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rollouts", type=Path, action="append", default=[], help="store; default: the runs' own")
     given = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "specdiff2.runtime.ship", *map(portable, arguments)])
-    try:
-        print(ship(given.drafter, given.name, given.run, given.results, given.rollouts, command))
-    except SpecDiffError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_tool(lambda: ship(given.drafter, given.name, given.run, given.results, given.rollouts, command))
 
 
 if __name__ == "__main__":
