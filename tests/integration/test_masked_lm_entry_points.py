@@ -203,3 +203,20 @@ def test_what_needs_the_drafters_law_refuses_another_tokenizer(foreign: Pair, sa
     options = [option for option in foreign.options["eval"] if not option.startswith("sampler.K")]
     with pytest.raises(ConfigError):
         evaluate_here({"eval": options}, tmp_path / "run", f"sampler={sampler}")
+
+
+# ---------------------------------------------------------------- as on a GPU: bfloat16 base, float32 adapter
+def test_a_bfloat16_base_trains_a_float32_adapter(tmp_path_factory: pytest.TempPathFactory, prompt_file: Path) -> None:
+    root = tmp_path_factory.mktemp("bf16")
+    pair = Pair(root, "dream", prompt_file)
+    changes = ["trainer.precision=bf16-mixed", "model.dtype=bfloat16", "publish=false", "callbacks.decoding_probe=null"]
+    run = train_here(pair.options, root / "bf16", *changes)
+    losses = metric(run, "train/loss")
+    assert len(losses) == STEPS and sum(losses[-5:]) < sum(losses[:5])
+    tensors = load_file(run / "drafter/last/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    verifier = HFVerifier.from_pretrained(str(pair.verifier), dtype="bfloat16")
+    drafter = load_drafter(run / "drafter/last", verifier)
+    assert drafter.dtype == torch.bfloat16
+    session = drafter.start([40, 41, 42], SamplingParams(temperature=0.0), 8)
+    assert bool(torch.isfinite(session.window_logits(4)).all())
