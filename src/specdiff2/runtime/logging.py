@@ -20,5 +20,5 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     for _, message in _EXPECTED:
         warnings.filterwarnings("ignore", message=message.replace("(", r"\("))
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-REFUSED = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+REFUSED = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR})
 
 
 def storage_problem(error: BaseException) -> str | None:
