@@ -166,5 +166,5 @@ class ScriptedDrafter:
         self.bridge, self.gamma, self.script, self.session = bridge, gamma, script, session
 
     def start(self, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int) -> RetokenizedSession:
-        inner = ScriptedInner(self.bridge.drafter_ids(prompt), self.script)
-        return self.session(inner, self.bridge, prompt)
+        text = self.bridge.start(prompt)
+        return self.session(ScriptedInner(text.drafter_ids, self.script), text)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdiff2.models import drafter_files, masked_lm_files, safe_folder
+from specdiff2.models.drafter_files import copy_drafter
 from specdiff2.models.families import FAMILIES
 from specdiff2.models.family_loading import load_family_model
 from specdiff2.models.lora import TARGETS, has_lora
@@ -25,7 +26,6 @@ from specdiff2.models.masked_lm_config import MaskedLMConfig
 from specdiff2.models.masked_lm_drafter import MaskedLMDrafter
 from specdiff2.models.packed_linear import PackedLinear, _available
 from specdiff2.models.pretrained import (
-    copy_drafter,
     load_drafter,
     read_drafter_config,
     read_training_info,

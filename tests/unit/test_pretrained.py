@@ -299,10 +299,10 @@ def test_a_loaded_bf16_drafter_is_packed_and_stays_an_ordinary_module(saved: Pat
 
 def test_a_copy_is_byte_for_byte_and_needs_no_verifier(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
-    copied = pretrained.copy_drafter(saved, tmp_path / "copy")
+    copied = drafter_files.copy_drafter(saved, tmp_path / "copy")
     assert {f.name: f.read_bytes() for f in copied.iterdir()} == {f.name: f.read_bytes() for f in saved.iterdir()}
     (copied / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"saving would remove notes.txt"):
-        pretrained.copy_drafter(saved, copied)
+        drafter_files.copy_drafter(saved, copied)
     with pytest.raises(CorruptFileError, match="does not exist"):
-        pretrained.copy_drafter(tmp_path / "nowhere", tmp_path / "other")
+        drafter_files.copy_drafter(tmp_path / "nowhere", tmp_path / "other")

@@ -110,7 +110,7 @@ class ConfidentInner(ScriptedInner):
 
 
 def test_min_confidence_is_the_drafters_own_and_absent_without_one(bridge: TokenizerBridge) -> None:
-    confident = RetokenizedSession(ConfidentInner(), bridge, [10])
+    confident = RetokenizedSession(ConfidentInner(), bridge.start([10]))
     assert confident.min_confidence == 0.0
     long = confident.propose(4, 1, RNG).tokens.shape[1]
     confident.min_confidence = 0.9

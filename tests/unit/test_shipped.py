@@ -17,8 +17,9 @@ from specdiff2 import SpeculativeDecoder
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.models import shipped
 from specdiff2.models.block_drafter import BlockDrafter
+from specdiff2.models.drafter_files import CARD_FILE, CARD_MARK, is_card
 from specdiff2.models.model_card import sparkline, thin
-from specdiff2.models.pretrained import CARD_FILE, CARD_MARK, is_card, load_drafter, read_training_info, save_drafter
+from specdiff2.models.pretrained import load_drafter, read_training_info, save_drafter
 from specdiff2.models.shipped import drafter_folder, is_shipped, shipped_candidates, shipped_drafters
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.runtime import build, ship, training

@@ -161,7 +161,7 @@ class BlockDrafter(WindowDrafter):
                 conditioned drafter.
             MismatchError: the session is another verifier's.
         """
-        self.check_prompt(prompt, self.vocab_size)
+        self.check_prompt(prompt)
         if self.context is not None:
             return ContextDrafterSession(self, prompt, sampling, verifier_session)
         return BlockDrafterSession(self, prompt, sampling, max_new_tokens)

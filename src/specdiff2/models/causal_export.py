@@ -25,9 +25,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdiff2.models.block_drafter_config import BlockDrafterConfig
+from specdiff2.models.drafter_files import BLOCK_FORMAT, CONFIG_FILE, WEIGHTS_FILE
 from specdiff2.models.layer_stack import PLAIN_TYPES, base_of
 from specdiff2.models.loading import check_folder, load_model_and_tokenizer, resolve_source
-from specdiff2.models.pretrained import CONFIG_FILE, FORMAT, WEIGHTS_FILE, load_drafter, read_drafter_config
+from specdiff2.models.pretrained import load_drafter, read_drafter_config
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.types import ConfigError, CorruptFileError
 
@@ -116,7 +117,7 @@ def is_drafter_folder(source: str | Path) -> bool:
         record = json.loads((Path(source) / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(record, dict) and record.get("format") == FORMAT
+    return isinstance(record, dict) and record.get("format") == BLOCK_FORMAT
 
 
 def refuse_unexportable(config: BlockDrafterConfig, tensor_names: Iterable[str], label: str) -> None:

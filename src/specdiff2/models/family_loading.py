@@ -7,13 +7,12 @@ local folder never touches the network; a hub id is fetched by huggingface_hub. 
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HTTPError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -31,7 +30,7 @@ from specdiff2.models.family_weights import (
     target_name,
     target_shapes,
 )
-from specdiff2.models.hub import download_command, find_on_hub
+from specdiff2.models.hub import cached_folder, download_command, find_on_hub
 from specdiff2.models.json_object import read_json_object
 from specdiff2.models.loading import check_attention, resolve_source
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError
@@ -94,7 +93,7 @@ def read_family_config(
         ConfigError, CorruptFileError: as ``load_family_model``.
     """
     where = resolve_source(source)
-    folder = Path(where) if Path(where).is_dir() else _cached_folder(where, revision)
+    folder = Path(where) if Path(where).is_dir() else cached_folder(where, revision)
     if folder is None:
         folder = _download(find_on_hub(where, revision), revision, ["config.json"])
     raw = read_config(folder / "config.json")
@@ -179,14 +178,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path.parent}: holds no config.json; expected a model folder, fetch the model again")
     return read_json_object(path)
-
-
-def _cached_folder(name: str, revision: str | None) -> Path | None:
-    """Where the hub cache has the config.json of ``name``, though perhaps not its weights."""
-    with contextlib.suppress(HFValidationError):  # not a hub id, which ``find_on_hub`` explains
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-        return Path(found).parent if isinstance(found, str) else None
-    return None
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:

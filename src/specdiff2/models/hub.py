@@ -7,6 +7,7 @@ retries for half a minute without a network, starts to load. It knows no model c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from pathlib import Path
@@ -60,6 +61,14 @@ def find_on_hub(repo: str, revision: str | None = None, file: str = "config.json
         )
     _ask(url, repo, revision, file)
     return repo
+
+
+def cached_folder(repo: str, revision: str | None = None) -> Path | None:
+    """Where the local cache has the config.json of ``repo``, though perhaps not its weights."""
+    with contextlib.suppress(HFValidationError):  # not a hub id, which ``find_on_hub`` explains
+        found = try_to_load_from_cache(repo, "config.json", revision=revision)
+        return Path(found).parent if isinstance(found, str) else None
+    return None
 
 
 def missing_files(folder: Path, *, tokenizer: bool = False) -> list[str]:

@@ -26,6 +26,7 @@ from transformers.utils.hub import cached_file
 from specdiff2.models.chat_format import check_thinking
 from specdiff2.models.dtypes import pick_dtype
 from specdiff2.models.hub import download_command, find_on_hub, missing_files, name_some
+from specdiff2.models.json_object import read_json_object
 from specdiff2.models.placement import DeviceMap, TensorPlan, plan_placement
 from specdiff2.models.quantization import prepare_quantization
 from specdiff2.models.wheel_checkpoint import WHEEL_PREFIX, converted_folder, find_wheel_gguf
@@ -188,10 +189,7 @@ def check_folder(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise ConfigError(f"{folder}: holds no config.json; expected a folder written by save_pretrained")
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{config}: not valid JSON ({error}); fetch the model again") from error
+    read_json_object(config)
     missing = missing_files(folder)
     if missing:
         raise ConfigError(f"{folder}: holds no {name_some(missing)}; fetch the model again")

@@ -167,11 +167,11 @@ class MaskedLMDrafter(WindowDrafter):
         Raises:
             ConfigError: empty prompt, or an id outside the verifier's vocabulary.
         """
-        self.check_prompt(prompt, self.verifier_vocab_size)
+        self.check_prompt(prompt)
         if self.bridge is None:
             return BlockDrafterSession(self, prompt, sampling, max_new_tokens)
-        inner = BlockDrafterSession(self, self.bridge.drafter_ids(prompt), sampling, max_new_tokens)
-        return RetokenizedSession(inner, self.bridge, prompt)
+        text = self.bridge.start(prompt)
+        return RetokenizedSession(BlockDrafterSession(self, text.drafter_ids, sampling, max_new_tokens), text)
 
 
 def _vocabulary(config: MaskedLMConfig, base: FamilyModel, verifier: HFVerifier) -> tuple[list[int], list[int]]:

@@ -13,7 +13,8 @@ from typing import Any
 
 from specdiff2.models.block_drafter_config import BlockDrafterConfig
 from specdiff2.models.card_facts import CardFacts, CurvePoint, RunFacts
-from specdiff2.models.pretrained import CARD_FILE, CARD_MARK, CONFIG_FILE, is_card, read_drafter_config
+from specdiff2.models.drafter_files import CARD_FILE, CARD_MARK, CONFIG_FILE, is_card
+from specdiff2.models.pretrained import read_drafter_config
 from specdiff2.types import ConfigError
 
 MAX_ROWS = 12  # of the table of the training curve

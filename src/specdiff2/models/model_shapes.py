@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils.hub import cached_file
 
 from specdiff2.models.context_input import ContextInput
 from specdiff2.models.families import Family, detect_family, get_family
 from specdiff2.models.family_config import to_target_config
 from specdiff2.models.family_loading import read_config
+from specdiff2.models.hub import cached_folder
 from specdiff2.models.layer_stack import stack_config
 from specdiff2.models.markov_head import MarkovHead
 from specdiff2.models.published_shapes import PublishedShape, published_shape
@@ -224,13 +224,10 @@ def find_config(
     if path.is_dir():
         config, found = _folder_config(path, family)
         return config, f"config.json of {path}", found
-    cached = cached_file(
-        source, "config.json", revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    ) if _is_hub_id(source) else None  # fmt: skip
+    cached = cached_folder(source, revision)
     if cached is not None:
-        config, found = _folder_config(Path(cached).parent, family)
-        return config, f"hub cache: {cached}", found
+        config, found = _folder_config(cached, family)
+        return config, f"hub cache: {cached / 'config.json'}", found
     published = published_shape(source)
     if published is not None:
         return _published_config(published), f"published sizes: {published.source}", None
@@ -239,10 +236,6 @@ def find_config(
         f"{source}: no such folder, not in the local hub cache, and not in the table of published sizes; "
         f"fetch its configuration on a machine with network: hf download {source} config.json{pin}"
     )
-
-
-def _is_hub_id(source: str) -> bool:
-    return not source.startswith((".", "/", "~")) and source.count("/") <= 1
 
 
 def _published_config(shape: PublishedShape) -> PreTrainedConfig:

@@ -21,16 +21,11 @@ from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.block_drafter_config import BlockDrafterConfig
 from specdiff2.models.drafter_files import (
     BLOCK_FORMAT,
-    CARD_FILE,
-    CARD_MARK,
-    CONFIG_FILE,
     MASKED_LM_FORMAT,
     WEIGHTS_FILE,
     check_belongs,
     check_keys,
     check_tensors,
-    copy_drafter,
-    is_card,
     read_record,
     read_tensors,
     require_files,
@@ -43,23 +38,6 @@ from specdiff2.types import ConfigError
 if TYPE_CHECKING:
     from specdiff2.models.masked_lm_drafter import MaskedLMDrafter
     from specdiff2.models.verifier import HFVerifier
-
-__all__ = [
-    "CARD_FILE",
-    "CARD_MARK",
-    "CONFIG_FILE",
-    "FORMAT",
-    "WEIGHTS_FILE",
-    "check_belongs",
-    "copy_drafter",
-    "is_card",
-    "load_drafter",
-    "read_drafter_config",
-    "read_training_info",
-    "save_drafter",
-]
-
-FORMAT = BLOCK_FORMAT
 
 
 def save_drafter(
@@ -88,7 +66,9 @@ def save_drafter(
     state = drafter.state_dict()
     tensors = {name: tensor.detach().to(device="cpu", dtype=dtype).contiguous() for name, tensor in state.items()}
     config = drafter.config.to_dict()
-    return store_drafter(folder, FORMAT, config, extra, tensors, lambda new: save_file(tensors, new / WEIGHTS_FILE))
+    return store_drafter(
+        folder, BLOCK_FORMAT, config, extra, tensors, lambda new: save_file(tensors, new / WEIGHTS_FILE)
+    )
 
 
 def load_drafter(

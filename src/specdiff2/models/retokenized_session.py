@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdiff2.models.tokenizer_bridge import TokenizerBridge
+from specdiff2.models.bridged_text import BridgedText
 from specdiff2.protocols import RandomSource
 from specdiff2.types import ConfigError, Draft
 
@@ -32,10 +32,9 @@ class RewritableSession(Protocol):
 class RetokenizedSession:
     """See ``protocols.DrafterSession``: in and out go verifier ids."""
 
-    def __init__(self, inner: RewritableSession, bridge: TokenizerBridge, prompt: Sequence[int]) -> None:
-        """``prompt``: the verifier's ids; ``inner`` may know them already."""
-        self._inner = inner
-        self._text = bridge.start(prompt)
+    def __init__(self, inner: RewritableSession, text: BridgedText) -> None:
+        """``text``: that of the prompt (``TokenizerBridge.start``); ``inner`` may know it already."""
+        self._inner, self._text = inner, text
 
     def propose(self, gamma: int, num_drafts: int, rng: RandomSource, *, needs_probs: bool = False) -> Draft:
         """Drafts of at most ``gamma`` verifier ids, -1 after the end of a shorter one; ``[K, 0]`` when none is left.

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdiff2.models.block_drafter_config import BlockDrafterConfig
-from specdiff2.models.pretrained import CONFIG_FILE, read_drafter_config
+from specdiff2.models.drafter_files import CONFIG_FILE
+from specdiff2.models.pretrained import read_drafter_config
 from specdiff2.types import ConfigError
 
 if TYPE_CHECKING:

@@ -134,15 +134,14 @@ class WindowDrafter(nn.Module):
         inside = (tokens >= 0) & (tokens < self.vocab_size)
         return torch.where(inside, self._draft_index[tokens.clamp(0, self.vocab_size - 1)], -1)
 
-    def check_prompt(self, prompt: Sequence[int], vocab_size: int) -> None:
+    def check_prompt(self, prompt: Sequence[int]) -> None:
         """Raises ConfigError: empty prompt, or an id outside the verifier's vocabulary."""
         if not prompt:
             raise ConfigError("prompt is empty: expected at least one token id; start with the BOS token")
-        outside = [token for token in prompt if not 0 <= token < vocab_size]
+        last = self.verifier_vocab_size - 1
+        outside = [token for token in prompt if not 0 <= token <= last]
         if outside:
-            raise ConfigError(
-                f"prompt holds id {outside[0]}: expected 0..{vocab_size - 1}; use the verifier's tokenizer"
-            )
+            raise ConfigError(f"prompt holds id {outside[0]}: expected 0..{last}; use the verifier's tokenizer")
 
     def _register_vocab(self, ids: Tensor) -> None:
         draft_index = torch.full((self.vocab_size,), -1)
