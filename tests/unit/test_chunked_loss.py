@@ -15,8 +15,10 @@ from specdiff2.data.windows import WindowCollator
 from specdiff2.functional.previous_tokens import previous_tokens
 from specdiff2.objectives import (
     AcceptanceLikelihood,
+    ARDistill,
     Chain,
     CrossEntropy,
+    DistillSpec,
     DPace,
     FirstError,
     Mdm,
@@ -44,6 +46,8 @@ OBJECTIVES = [
     DPace(),
     FirstError(),
     Chain(),
+    ARDistill(),
+    DistillSpec(),
     StreakExpected("all"),
     StreakExpected("last"),
     StreakExpected("min"),

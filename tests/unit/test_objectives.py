@@ -9,8 +9,10 @@ from torch.nn import functional
 from specdiff2.functional.streak import credit_weights, expected_streak, token_log_probs
 from specdiff2.objectives import (
     AcceptanceLikelihood,
+    ARDistill,
     Chain,
     CrossEntropy,
+    DistillSpec,
     DPace,
     FirstError,
     Mdm,
@@ -37,6 +39,8 @@ ALL = [
     StreakExpected(factors="min"),
     FirstError(focus=0.5),
     Chain(),
+    ARDistill(),
+    DistillSpec(),
     TotalVariation(),
     TotalVariation(survival=True),
     AcceptanceLikelihood(),
@@ -170,10 +174,13 @@ def test_perfect_drafter_is_the_optimum(objective):
     probs = functional.one_hot(targets, 6).float()
     best = objective(right, targets, valid, probs)
     shifted = objective(right.roll(1, dims=1), targets, valid, probs)
-    optimum = -8.0 if objective.name in ("streak", "streak_expected", "streak+ce+lk") else 0.0
+    optimum = {"streak": -8.0, "streak_expected": -8.0, "streak+ce+lk": -8.0, "distillspec": -2.0}.get(
+        objective.name, 0.0
+    )
     assert abs(best.loss_sum.item() - optimum) < 1e-5
     assert best.streak.tolist() == [4.0, 4.0]
-    gap = 1.9 if getattr(objective, "survival", False) else 5  # weighed by survival, a window loses 1 at most
+    # weighed by survival, or as a mean of positions, a window loses 1 at most
+    gap = 1.9 if getattr(objective, "survival", False) or objective.name == "distillspec" else 5
     assert shifted.loss_sum > best.loss_sum + gap and shifted.streak.max() < 0.1
 
 
@@ -251,3 +258,20 @@ def test_schedule():
             ObjectiveSchedule(stages)
     with pytest.raises(ConfigError, match="steps"):
         Stage(Streak(), 0)
+
+
+def test_ar_distill_is_the_cross_entropy_of_the_first_position(case):
+    logits, targets, _ = case
+    first = functional.cross_entropy(logits[:, 0], targets[:, 0], reduction="sum")
+    torch.testing.assert_close(ARDistill()(*case).loss_sum, first)
+    assert not gradient(ARDistill(), *case)[:, 1:].any()
+
+
+def test_distillspec_is_the_mean_of_the_positions_without_products(case):
+    logits, targets, valid = case
+    q = logits.softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(DistillSpec()(*case).loss_sum, -(q * valid).sum() / 4)
+    undraftable = targets.clone()
+    undraftable[0, 0] = -1  # counts as 0; the streak would lose the whole window, the mean loses one position
+    expected = -(q * valid)[1:].sum() / 4 - q[0, 1:].sum() / 4
+    torch.testing.assert_close(DistillSpec()(logits, undraftable, valid).loss_sum, expected)

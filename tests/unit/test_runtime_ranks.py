@@ -21,8 +21,9 @@ def config(tmp_path, monkeypatch) -> dict[str, Any]:
     yield {
         "paths": {"run": str(tmp_path / "run")},
         "verifier": {"tp_plan": "auto"},
-        "sampler": {"num_nodes": 8},
+        "sampler": {"name": "tree", "num_nodes": 8},
         "methods": None,
+        "grid": None,
     }
     logging.disable(logging.NOTSET)
 
@@ -51,7 +52,7 @@ def test_another_rank_continues_on_a_copy_and_is_silent(config, monkeypatch, cap
     ("change", "message"),
     [
         ({"trainer": {}}, r"verifier.tp_plan is for eval.py: .*device_map=auto"),
-        ({"sampler": {"num_nodes": "auto"}}, r"sampler.num_nodes=auto follows measured times"),
+        ({"sampler": {"name": "tree", "num_nodes": "auto"}}, r"sampler.num_nodes=auto follows measured times"),
         ({"methods": {"tree": {"num_nodes": "auto"}}}, r"tree.num_nodes=auto .*set a number"),
     ],
 )

@@ -129,6 +129,7 @@ class EvalConfig:
     model: Node
     sampler: Node
     methods: Node | None
+    grid: Node | None
     benchmark: Node
     paths: Paths
     hardware: HardwareSection

@@ -24,6 +24,7 @@ from specdiff2.rng import TorchRandomSource
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.compilation import check_compilation, warm_passes
 from specdiff2.runtime.factories import SamplerSettings
+from specdiff2.runtime.grid import all_methods
 from specdiff2.runtime.hf_settings import HFSettings
 from specdiff2.runtime.named_drafters import (
     UNTRAINED,
@@ -47,8 +48,7 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
             model loads), no drafter is shipped for the verifier, or a prompt does not fit.
         MismatchError: a drafter was trained for another verifier or tokenizer.
     """
-    nodes = config["methods"] or {config["sampler"]["name"]: config["sampler"]}
-    samplers = {name: instantiate(node) for name, node in nodes.items()}
+    samplers = {name: instantiate(node) for name, node in all_methods(config).items()}
     for settings in samplers.values():
         settings.check() if isinstance(settings, HFSettings) else require_drafters(settings, config)
     if config["prompt"] is not None and not config["prompt"].strip():

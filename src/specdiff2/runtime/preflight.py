@@ -15,6 +15,7 @@ from typing import Any
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.config_schema import HardwareSection
 from specdiff2.runtime.factories import SamplerSettings
+from specdiff2.runtime.grid import all_methods
 from specdiff2.runtime.machine_probe import complete
 from specdiff2.runtime.preflight_advice import (
     PhaseOf,
@@ -129,7 +130,7 @@ def planned_lengths(config: Config, script: str) -> tuple[int, int]:
 
 def read_methods(config: Config, gamma: int) -> Iterator[Method]:
     """The speculative methods of an evaluation; transformers' own are not planned for."""
-    for name, node in (config["methods"] or {config["sampler"]["name"]: config["sampler"]}).items():
+    for name, node in all_methods(config).items():
         settings = instantiate(node)
         if isinstance(settings, SamplerSettings):
             drafted, growth = settings.gamma or gamma, settings.growth()

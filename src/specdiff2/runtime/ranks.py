@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdiff2.runtime.grid import all_methods
 from specdiff2.types import ConfigError
 
 
@@ -49,7 +50,7 @@ def _check_in_step(config: Mapping[str, Any]) -> None:
             "verifier.tp_plan is for eval.py: in training the processes take different batches, and a verifier that is "
             "split over them needs the same; use verifier.device_map=auto, which needs one process per machine"
         )
-    for name, settings in {"sampler": config["sampler"], **(config["methods"] or {})}.items():
+    for name, settings in {"sampler": config["sampler"], **all_methods(config)}.items():
         if settings.get("num_nodes") == "auto":
             raise ConfigError(
                 f"{name}.num_nodes=auto follows measured times, which differ between the processes of "
