@@ -80,3 +80,29 @@ def toy_records(num_prompts: int = 4) -> list[Record]:
         rows.append(record("specdiff", prompt_id, [(4, 1, 2), (4, 0, 1), (4, 1, 2), (0, 0, 1)], **extra))
         rows.append(record("specdiff2", prompt_id, [(4, 2, 3), (4, 1, 2), (0, 0, 1)], num_drafts=8, **extra))
     return rows
+
+
+def training_run(folder: Path) -> Path:
+    """A finished training folder of two stages: run.json, metrics.csv."""
+    folder.mkdir()
+    curves = "val/accept_rate@1,val/accept_rate@2,val/survival@1,val/survival@2"
+    lines = [f"step,train/loss,train/streak,val/streak,{curves},train/lr"]
+    for step in range(0, 100):
+        loss = 5.0 - step / 50 if step < 50 else -0.5 - step / 200
+        lines.append(f"{step},{loss},{step / 100},,,,,,0.001")
+        if step % 25 == 0 or step == 99:
+            lines.append(f"{step},,,{step / 100},{0.2 + step / 200},0.1,{0.2 + step / 200},0.02,")
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    stages = [{"name": "ce", "steps": 50}, {"name": "streak <2>", "steps": None}]
+    run = {"command": "python train.py", "config": {"objective": {"schedule": {"stages": stages}}}}
+    (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    return folder
+
+
+def write_manifest(folder: Path, methods: Sequence[str], *, law: dict[str, Any] | None = None, **changes: Any) -> None:
+    """``benchmark.json`` of a run with these methods; ``law`` changes what each method tells of the verifier."""
+    told = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "verifier": "v1", "verifier_dtype": "float32",
+            "verifier_device": "cpu", "verifier_runtime_mode": "eager", **(law or {})}  # fmt: skip
+    content = {"benchmark": "toy", "max_new_tokens": 64, "seed": 0, "stop_ids": [], "stop_strings": [], "threads": 1,
+               **changes, "decoders": {name: told for name in methods}}  # fmt: skip
+    (folder / "benchmark.json").write_text(json.dumps(content), encoding="utf-8")

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from specdiff2.functional.streak import token_log_probs
 from specdiff2.objectives import CrossEntropy, ObjectiveSchedule, Stage, Streak
+from specdiff2.runtime.publish import exported_names
 from specdiff2.training.callbacks import DecodingProbe, DrafterExport, ProgressEta, StreakMonitor
 from specdiff2.training.module import DistillationModule
 from specdiff2.types import ConfigError, Generation, RoundRecord, WindowBatch
@@ -188,6 +189,46 @@ def test_drafter_export_takes_over_what_the_resumed_run_exported(tmp_path, caplo
     shutil.rmtree(tmp_path / "old")  # then the best from here on is exported, and `before` is missing
     assert resumed(tmp_path / "third").exported == {"best", "last"}
     assert "goes on without it" in caplog.text
+
+
+def test_drafter_export_keeps_every_nth_step_also_after_a_resume(tmp_path, caplog):
+    def save(drafter, folder, facts):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(str(facts["step"]), encoding="utf-8")
+        saved.append(folder.name)
+
+    def train(folder, state=None, **options):
+        export = DrafterExport(folder, save, keep_every_n_steps=2)
+        if state is not None:
+            export.load_state_dict(state)
+        fit(tmp_path, [StreakMonitor(every_n_steps=1, batches=[windows(0)]), export], **options)
+        return export
+
+    saved = []
+    first = train(tmp_path / "old", max_steps=5, accumulate=2, warmup=1)  # two batches a step: each is kept once
+    assert [name for name in saved if name.startswith("step")] == ["step-2", "step-4"]
+    assert (tmp_path / "old/step-4/config.json").read_text(encoding="utf-8") == "4"
+    assert exported_names([first]) == ["step-2", "step-4", "before", "best", "last"]
+    assert all("=" not in path.name for path in (tmp_path / "old").iterdir())
+    state = first.state_dict()
+    state["kept"] = ["step-2"]  # as in a checkpoint of step 3
+    second = train(tmp_path / "new", state, max_steps=6)
+    assert second.exported == {"step-2", "step-4", "step-6", "before", "best", "last"}
+    assert second.state_dict()["kept"] == ["step-2", "step-4", "step-6"]
+    shutil.rmtree(tmp_path / "old")
+    third = train(tmp_path / "third", state, max_steps=3)
+    assert "step-2" in third.exported  # trained and exported here
+    assert "step-2: not there any more" in caplog.text
+    del state["kept"]  # a checkpoint from before the option
+    assert train(tmp_path / "fourth", state, max_steps=3).state_dict()["kept"] == ["step-2"]
+
+
+def test_drafter_export_counts_kept_steps_in_order(tmp_path):
+    export = DrafterExport(tmp_path, lambda *_: None, keep_every_n_steps=1)
+    fit(tmp_path, [StreakMonitor(batches=[windows(0)]), export], max_steps=11)
+    assert exported_names([export])[:11] == [f"step-{step}" for step in range(1, 12)]
+    with pytest.raises(ConfigError, match="keep_every_n_steps=0"):
+        DrafterExport(tmp_path, lambda *_: None, keep_every_n_steps=0)
 
 
 class FakeDecoder:

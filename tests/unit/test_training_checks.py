@@ -11,10 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdiff2.data.hub_prompts import HubPrompts
 from specdiff2.data.jsonl import read_jsonl
 from specdiff2.data.prompt import Prompt
+from specdiff2.models.drafter_files import BLOCK_FORMAT, WEIGHTS_FILE, read_record, store_drafter
 from specdiff2.objectives import CrossEntropy, ObjectiveSchedule, Stage, Streak
 from specdiff2.runtime import publish, resume, sweep_callback, training
 from specdiff2.runtime.prompts import check_disjoint, load_prompts
@@ -188,6 +190,23 @@ def test_drafters_of_an_earlier_run_are_withdrawn(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()  # something else: no drafter
     publish.withdraw(tmp_path, ["before", "best", "last"])
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_kept_steps_are_published_and_older_ones_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, tensors = ["step-2", "step-10", "last"], {"weight": torch.zeros(1)}
+    for name in [*(f"run/drafter/{name}" for name in names), "drafters/m/step-5", "drafters/m/best"]:
+        store_drafter(tmp_path / name, BLOCK_FORMAT, {}, {"from": name}, tensors,
+                      lambda folder: save_file(tensors, folder / WEIGHTS_FILE))  # fmt: skip
+    (tmp_path / "drafters/m/step-notes").mkdir()  # somebody's own, no drafter
+    config = {"publish": True, "model_name": "m", "paths": {"drafters": str(tmp_path / "drafters")}}
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    publish.report(config, tmp_path / "run", names)
+    shown = tmp_path / "drafters/m"
+    assert sorted(path.name for path in shown.iterdir()) == ["last", "step-10", "step-2", "step-notes"]
+    assert read_record(shown / "step-10")["training"] == {"from": "run/drafter/step-10"}
+    assert f"eval.py drafter={shown}/last" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- interrupted

@@ -24,6 +24,12 @@ _LABELS = {
     "hf_assisted": "HF assisted",
     "traversal": "Traversal",
     "drafters": "Several drafters",
+    "tree": "Tree",
+    "tree_lookup": "Tree with copies",
+    "sps": "SpS",
+    "prompt_lookup": "Prompt lookup",
+    "eagle": "EAGLE",
+    "eagle2": "EAGLE-2",
 }
 MEASURED = ("tokens/s", "speed-up", "95% CI", "mean streak", "tau", "draft ms", "verify ms", "other ms")
 COLUMNS = ("method", "K", *MEASURED)

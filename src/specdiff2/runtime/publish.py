@@ -23,9 +23,10 @@ def export_drafter(run: Path, drafter: Any, folder: Path, facts: Mapping[str, An
 
 
 def exported_names(callbacks: Sequence[Any]) -> list[str]:
-    """Drafters that this run has exported (or taken over from the run it continues)."""
-    exports = [callback for callback in callbacks if isinstance(callback, DrafterExport)]
-    return [name for name in DRAFTER_NAMES if any(name in export.exported for export in exports)]
+    """Drafters that this run has exported (or taken over from the run it continues), those of single steps first."""
+    found = {name for callback in callbacks if isinstance(callback, DrafterExport) for name in callback.exported}
+    steps = sorted(found.difference(DRAFTER_NAMES), key=lambda name: int(name.removeprefix("step-")))
+    return [*steps, *(name for name in DRAFTER_NAMES if name in found)]
 
 
 def report(config: Mapping[str, Any], folder: Path, names: Sequence[str]) -> None:
@@ -38,7 +39,8 @@ def report(config: Mapping[str, Any], folder: Path, names: Sequence[str]) -> Non
         shown = Path(config["paths"]["drafters"]) / config["model_name"]
         for name in names:
             copy_drafter(folder / "drafter" / name, shown / name)
-        withdraw(shown, [name for name in DRAFTER_NAMES if name not in names])
+        earlier = [*DRAFTER_NAMES, *sorted(path.name for path in shown.glob("step-*"))]
+        withdraw(shown, [name for name in earlier if name not in names])
     print(f"drafters: {', '.join(str(shown / name) for name in names)}")
     # the same pair, as it was named on the command line
     pair = shlex.join(given for given in sys.argv[1:] if given.startswith(("model=", "model.source=", "verifier")))

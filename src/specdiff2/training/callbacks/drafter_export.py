@@ -3,9 +3,10 @@
     before/   at the end of the first (warm-up) stage: the drafter without streak-distillation
     best/     highest monitored value from then on (the drafter that ``before/`` holds takes part)
     last/     at the end of training
+    step-N/   after every n-th step, where asked for: to measure how a drafter grows
 
 A folder is only replaced by a complete one (``save_drafter`` writes atomically). A run that is resumed in another
-folder takes ``before`` and ``best`` over from the one it continues.
+folder takes all but ``last`` over from the one it continues.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class DrafterExport(pl.Callback):
         save_drafter: ``save_drafter(drafter, folder, facts)``, e.g. ``models.pretrained.save_drafter``; facts are the
             step, the objective and, for ``best``, the monitored value.
         monitor: metric of the ``StreakMonitor`` to maximise.
+        keep_every_n_steps: keep the drafter of every n-th optimizer step as ``step-N``; None keeps none of them.
 
     Attributes:
         exported: names of what this run has written or taken over.
 
     Raises:
-        ConfigError: no ``StreakMonitor`` before this callback, or it has no such metric.
+        ConfigError: ``keep_every_n_steps`` is below 1, no ``StreakMonitor`` before this callback, or it has no such
+            metric.
     """
 
     def __init__(
@@ -48,13 +51,17 @@ class DrafterExport(pl.Callback):
         save_drafter: Callable[[Any, Path, dict[str, Any]], Any],
         *,
         monitor: str = "val/streak",
+        keep_every_n_steps: int | None = None,
     ) -> None:
-        self.folder, self.monitor = Path(folder), monitor
+        if keep_every_n_steps is not None and keep_every_n_steps < 1:
+            raise ConfigError(f"drafter export: keep_every_n_steps={keep_every_n_steps}: expected at least 1, or null")
+        self.folder, self.monitor, self.keep_every_n_steps = Path(folder), monitor, keep_every_n_steps
         self.best_value: float | None = None
         self.best_step: int | None = None
         self.exported: set[str] = set()
         self._save_drafter = save_drafter
         self._exported_before = False
+        self._kept: list[str] = []
         self._earlier: Path | None = None
         self._source: StreakMonitor | None = None
 
@@ -72,11 +79,9 @@ class DrafterExport(pl.Callback):
             self._take_over(trainer, self._earlier)
 
     def _take_over(self, trainer: pl.Trainer, earlier: Path) -> None:
-        for name in ("before", "best"):
+        before, best = ["before"] * self._exported_before, ["best"] * (self.best_value is not None)
+        for name in [*before, *best, *self._kept]:
             source, target = earlier / name, self.folder / name
-            expected = self._exported_before if name == "before" else self.best_value is not None
-            if not expected:
-                continue
             if not (target / "config.json").is_file() and (source / "config.json").is_file() and trainer.is_global_zero:
                 scratch = self.folder / f".{name}.{os.getpid()}.tmp"
                 shutil.copytree(source, scratch)
@@ -88,6 +93,8 @@ class DrafterExport(pl.Callback):
             log.warning("%s: not there any more, so this run goes on without it", source)
             if name == "best":
                 self.best_value = self.best_step = None  # the next evaluation is the best one there is
+            elif name in self._kept:
+                self._kept.remove(name)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, warmup_steps = trainer.global_step, pl_module.schedule.warmup_steps
@@ -96,6 +103,11 @@ class DrafterExport(pl.Callback):
             self._export(trainer, pl_module, "before")
         if step >= warmup_steps:
             self._export_if_best(trainer, pl_module)
+        name = f"step-{step}"
+        # several batches make one step under gradient accumulation
+        if self.keep_every_n_steps and step and step % self.keep_every_n_steps == 0 and name not in self._kept:
+            self._kept.append(name)
+            self._export(trainer, pl_module, name)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._export_if_best(trainer, pl_module)
@@ -106,12 +118,14 @@ class DrafterExport(pl.Callback):
             "best_value": self.best_value,
             "best_step": self.best_step,
             "exported_before": self._exported_before,
+            "kept": list(self._kept),
             "folder": str(self.folder.resolve()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_value, self.best_step = state_dict["best_value"], state_dict["best_step"]
         self._exported_before = state_dict["exported_before"]
+        self._kept = list(state_dict.get("kept", ()))
         self._earlier = Path(state_dict["folder"]) if "folder" in state_dict else None
 
     def _export_if_best(self, trainer: pl.Trainer, pl_module: Any) -> None:
