@@ -291,6 +291,8 @@ class TableLaw:
 class FunctionDrafter:
     """Drafter around ``propose(context, gamma, num_drafts, rng) -> (tokens [K, gamma], draft_probs | None)``."""
 
+    offers_path_law = True
+
     def __init__(self, gamma: int, function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
         self.gamma, self.function = gamma, function
 
@@ -299,6 +301,8 @@ class FunctionDrafter:
 
 
 class FunctionDrafterSession:
+    ids: Tensor = torch.empty(0)
+
     def __init__(self, drafter: FunctionDrafter, tokens: list[int]) -> None:
         self._drafter, self.tokens = drafter, tokens
 
@@ -311,6 +315,18 @@ class FunctionDrafterSession:
         _, probs = self._drafter.function(self.tokens, gamma, 1, TorchRandomSource(0))
         assert probs is not None, "this drafter reports no law"
         return TableLaw(probs)
+
+    def start_tree(self) -> Tensor:
+        """The same law as one of paths (``protocols.PathLawSession``)."""
+        self._path_law, self._depths = self.law(self._drafter.gamma), [0]
+        self.ids = self._path_law.ids
+        return self._path_law.log_probs(0, torch.tensor(self.tokens[-1:]))[0]
+
+    def expand(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+        depths = [self._depths[parent] + 1 for parent in parents]
+        self._depths += depths
+        rows = [self._path_law.log_probs(d, torch.tensor([t]))[0] for d, t in zip(depths, tokens, strict=True)]
+        return torch.stack(rows)
 
     def observe(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         self.tokens.extend(tokens)

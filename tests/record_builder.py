@@ -9,6 +9,7 @@ from typing import Any
 
 from specdiff2.evaluation.metrics import write_summary
 from specdiff2.evaluation.records import RECORDS_FILE, Record, RecordWriter
+from specdiff2.runtime.grid import grid_methods
 from specdiff2.types import RoundRecord
 
 RUN = {
@@ -21,6 +22,11 @@ RUN = {
     "seed": 7,
     "versions": {"torch": "2"},
     "config": {"sampler": {"K": 8}},
+}
+GRID_CONFIG: dict[str, Any] = {
+    "sampler": {"name": "specdiff2", "K": 1, "gamma": 8},
+    "grid": {"K": [1, 4], "gamma": [2, 4]},
+    "methods": None,
 }
 
 
@@ -106,3 +112,14 @@ def write_manifest(folder: Path, methods: Sequence[str], *, law: dict[str, Any] 
     content = {"benchmark": "toy", "max_new_tokens": 64, "seed": 0, "stop_ids": [], "stop_strings": [], "threads": 1,
                **changes, "decoders": {name: told for name in methods}}  # fmt: skip
     (folder / "benchmark.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def grid_run(folder: Path) -> Path:
+    """Streaks of gamma - 1 in every round; K says how many rounds there are."""
+    records = []
+    for index in range(3):
+        records += [baseline(f"p{index}", 8), record("other", f"p{index}")]
+        for name, (_, settings) in grid_methods(GRID_CONFIG["sampler"], GRID_CONFIG["grid"]).items():
+            gamma = settings["gamma"]
+            records.append(record(name, f"p{index}", [(gamma, gamma - 1, gamma)] * settings["K"]))
+    return write_run(folder, records, config=GRID_CONFIG)

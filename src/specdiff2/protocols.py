@@ -147,6 +147,25 @@ class LawSession(DrafterSession, Protocol):
 
 
 @runtime_checkable
+class PathLawSession(DrafterSession, Protocol):
+    """A drafter session whose law depends on the whole path: draft trees grow by passes over given nodes."""
+
+    @property
+    def ids(self) -> Int[Tensor, " draft_vocab"]: ...
+
+    def start_tree(self) -> Float[Tensor, " draft_vocab"]:
+        """Log-probabilities of the token after the committed ones; node 0 of a new draft tree is the last of them."""
+        ...
+
+    def expand(self, tokens: Sequence[int], parents: Sequence[int]) -> Float[Tensor, "node draft_vocab"]:
+        """Add nodes, in one pass, below nodes added before; log-probabilities of the token after each of them.
+
+        ``tokens`` are verifier ids; nodes are numbered 1, 2, ... in the order in which they are added.
+        """
+        ...
+
+
+@runtime_checkable
 class Drafter(Protocol):
     """The draft model Q. ``forward`` serves training, ``start`` decoding."""
 

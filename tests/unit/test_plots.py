@@ -10,7 +10,17 @@ from itertools import pairwise
 import pytest
 
 from specdiff2.evaluation import svg
-from specdiff2.evaluation.plots import Bar, Series, StackedBar, bar_chart, line_chart, spread, stacked_bars
+from specdiff2.evaluation.plots import (
+    NUM_COLOURS,
+    Bar,
+    Series,
+    StackedBar,
+    bar_chart,
+    line_chart,
+    spread,
+    stacked_bars,
+)
+from specdiff2.evaluation.report_style import STYLE
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 LABELS = {"label": "a chart", "x_label": "position j", "y_label": "rate"}
@@ -65,6 +75,58 @@ def test_few_observations_are_hollow() -> None:
     assert count(root, "circle", "point") == 2
     assert count(root, "circle", "hollow") == 1
     assert "from 19 observations" in "".join(root.itertext())
+
+
+def test_a_line_stands_on_enough_observations_only() -> None:
+    root = parse(line_chart([Series("a", [1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4], 1, [99, 50, 5, 2])], **LABELS))
+    paths = {node.get("class"): node.get("d") or "" for node in root.iter(f"{NAMESPACE}path")}
+    assert paths["s1 line"].count("L") == 1 and paths["s1 raw"].count("L") == 3
+
+
+def test_whiskers_are_drawn_within_a_range_that_holds_them() -> None:
+    series = Series("a", [1, 2, 3], [0.5, 0.6, 0.7], 2, intervals=[[0.1, 0.9], None, [0.6, 1.4]])
+    root = parse(line_chart([series], **LABELS))
+    whiskers = [node for node in root.iter(f"{NAMESPACE}line") if "error" in (node.get("class") or "")]
+    assert len(whiskers) == 2 * 3
+    heights = [float(node.get(end) or 0) for node in whiskers for end in ("y1", "y2")]
+    ticks = [float(text) for text in texts(root) if re.fullmatch(r"\d\.\d", text)]
+    assert max(ticks) >= 1.4 and min(heights) >= 30 and max(heights) <= 300 - 52
+    assert "95% CI 0.1 to 0.9" in "".join(root.itertext())
+
+
+def test_logarithmic_axis_puts_equal_factors_equally_far_apart() -> None:
+    root = parse(line_chart([Series("a", [1, 2, 4, 8], [1.0, 2.0, 3.0, 4.0])], log_x=True, **LABELS))
+    places = [float(node.get("cx") or 0) for node in root.iter(f"{NAMESPACE}circle")]
+    steps = [b - a for a, b in pairwise(places)]
+    assert len(steps) == 3 and max(steps) == pytest.approx(min(steps), abs=0.2)
+    assert {"1", "2", "4", "8"} <= set(texts(root))
+    with pytest.raises(ValueError, match="logarithmic"):
+        line_chart([Series("a", [0, 1], [1.0, 2.0])], log_x=True, **LABELS)
+
+
+def heights_of(root: ElementTree.Element, content: str) -> list[float]:
+    nodes = (node for node in root.iter(f"{NAMESPACE}text") if content in "".join(node.itertext()))
+    return sorted(float(node.get("y") or 0) for node in nodes)
+
+
+def test_long_names_are_listed_below_and_many_short_ones_get_room() -> None:
+    long = [Series(f"a method with a long name, K={k}", [1, 2], [0.1 * k, 0.2], k % 10) for k in range(1, 15)]
+    root = parse(line_chart(long, **LABELS))
+    assert {one.label for one in long} <= set(texts(root))  # none is cut
+    high = float((root.get("viewBox") or "").split()[3])
+    placed = heights_of(root, "long name")
+    assert min(placed) > 300 and max(placed) < high
+    short = parse(line_chart([Series(f"K={k}", [1, 2], [0.3, 0.3], k % 10) for k in range(1, 25)], **LABELS))
+    ends = heights_of(short, "K=")
+    assert all(b - a > 12 for a, b in pairwise(ends)) and ends[0] > 0
+
+
+def test_every_colour_has_a_look_of_its_own() -> None:
+    root = parse(line_chart([Series(f"K={k}", [1, 2], [k, k], k) for k in range(NUM_COLOURS)], **LABELS))
+    styles = {node.get("class") for node in root.iter() if "point" in (node.get("class") or "")}
+    assert len(styles) == NUM_COLOURS
+    assert all(f"svg .f{k}{{" in STYLE and f".s{k}{{" in STYLE and f".b{k}{{" in STYLE for k in range(NUM_COLOURS))
+    assert STYLE.count(f"--c{NUM_COLOURS - 1}:#") == 2  # light and dark
 
 
 def test_long_curve_is_smoothed_over_its_raw_line() -> None:

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from record_builder import baseline, record, toy_records, write_run
+from record_builder import baseline, record, toy_records, training_run, write_run
 
 from specdiff2.evaluation.report import write_report
 from specdiff2.evaluation.report_inputs import find_stages, read_metrics
@@ -57,23 +57,6 @@ def check(path: Path) -> tuple[Checker, str]:
     assert not re.search(r"<script|<link|<iframe|@import|url\(|src=", html)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html)
     return checker, html
-
-
-def training_run(folder: Path) -> Path:
-    folder.mkdir()
-    curves = "val/accept_rate@1,val/accept_rate@2,val/survival@1,val/survival@2"
-    curves = "val/accept_rate@1,val/accept_rate@2,val/survival@1,val/survival@2"
-    lines = [f"step,train/loss,train/streak,val/streak,{curves},train/lr"]
-    for step in range(0, 100):
-        loss = 5.0 - step / 50 if step < 50 else -0.5 - step / 200
-        lines.append(f"{step},{loss},{step / 100},,,,,,0.001")
-        if step % 25 == 0 or step == 99:
-            lines.append(f"{step},,,{step / 100},{0.2 + step / 200},0.1,{0.2 + step / 200},0.02,")
-    (folder / "metrics.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    stages = [{"name": "ce", "steps": 50}, {"name": "streak <2>", "steps": None}]
-    run = {"command": "python train.py", "config": {"objective": {"schedule": {"stages": stages}}}}
-    (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
-    return folder
 
 
 def test_full_report(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdiff2.runtime.training import clear_disk_errors
-from specdiff2.training import loggers
+from specdiff2.training import loggers, wandb_runs
 from specdiff2.types import SpecDiffError
 
 
@@ -37,7 +37,7 @@ def test_wandb_without_a_key_records_offline(
 ) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(loggers, "has_key", lambda: False)
+    monkeypatch.setattr(wandb_runs, "has_key", lambda: False)
     with caplog.at_level(logging.WARNING):
         logger = loggers.wandb_logger(str(tmp_path), project="test")
     logger.log_metrics({"train/loss": 1.0}, step=1)
@@ -79,5 +79,6 @@ def test_wandb_that_the_user_has_disabled_stays_so(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("WANDB_MODE", "disabled")
     logger = loggers.wandb_logger(str(tmp_path), project="test")
     logger.log_metrics({"train/loss": 1.0}, step=1)
-    loggers.close([logger])
+    loggers.describe([logger], tmp_path)  # needs no run.json
+    loggers.close([logger], tmp_path)
     assert not list(tmp_path.iterdir())

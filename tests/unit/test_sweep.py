@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from record_builder import record, toy_records, write_run
 
-from specdiff2.evaluation.sweep import merge_jobs, parse_value
+from specdiff2.evaluation.sweep import merge_jobs
+from specdiff2.evaluation.sweep_jobs import parse_value
 from specdiff2.types import ConfigError, CorruptFileError
 
 
@@ -41,7 +42,7 @@ def test_merge_with_one_failed_and_one_killed_job(tmp_path: Path) -> None:
 
     table = str(result)
     assert "job 1 failed: ConfigError: <b>bad</b>" in table
-    assert "job 3 running: no error recorded" in table
+    assert "job 3 did not finish" in table
     assert "sampler.K" in table.split("\n")[0]
 
     with (tmp_path / "sweep.csv").open(encoding="utf-8", newline="") as file:

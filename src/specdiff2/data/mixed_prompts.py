@@ -33,7 +33,12 @@ class MixedPrompts:
         """Raises:
         ConfigError: two prompts with one id, or an error of a source.
         """
-        rounds = zip_longest(*(source.load() for source in self.sources))
+        return self.mix([source.load() for source in self.sources])
+
+    @staticmethod
+    def mix(parts: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+        """The prompts of all parts in turn. Raises ConfigError: two prompts with one id."""
+        rounds = zip_longest(*parts)
         prompts = [prompt for prompt in chain.from_iterable(rounds) if prompt is not None]
         require_unique_ids(prompts, "mixed prompts")
         return prompts

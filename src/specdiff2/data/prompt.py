@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from specdiff2.types import ConfigError
+
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -19,12 +21,14 @@ class Prompt:
         messages: chat messages (``role``, ``content``), the last one from the user.
         answer: final reference answer as text, None where the source has none.
         meta: what the source knows besides (template, category, unit tests ...).
+        later_turns: what the user says after the answer, one text a turn (``data.multi_turn`` unrolls them).
     """
 
     prompt_id: str
     messages: list[dict[str, str]]
     answer: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    later_turns: tuple[str, ...] = ()
 
 
 class PromptSource(Protocol):
@@ -58,8 +62,12 @@ def check_count(name: str, value: int | None, minimum: int) -> None:
         raise ConfigError(f"{name}={value!r}: expected an integer >= {minimum}")
 
 
-def take(rows: Iterable[Any], skip: int, limit: int | None) -> list[Any]:
-    """Rows ``skip`` .. ``skip + limit``, reading no further than needed."""
+def take(rows: Iterable[Any], skip: int, limit: int | None, shuffle_seed: int | None = None) -> list[Any]:
+    """Rows ``skip`` .. ``skip + limit``, reading no further than needed; with ``shuffle_seed`` those of the shuffled
+    rows, for which all of them are read.
+    """
+    if shuffle_seed is not None:
+        rows = shuffled(list(rows), shuffle_seed)
     chosen: list[Any] = []
     for index, row in enumerate(rows):
         if limit is not None and len(chosen) >= limit:
@@ -69,8 +77,8 @@ def take(rows: Iterable[Any], skip: int, limit: int | None) -> list[Any]:
     return chosen
 
 
-def shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
-    """The prompts in an order that depends only on ``seed``."""
-    order = list(prompts)
+def shuffled(items: Sequence[Item], seed: int) -> list[Item]:
+    """The items in an order that depends only on ``seed``."""
+    order = list(items)
     random.Random(seed).shuffle(order)
     return order

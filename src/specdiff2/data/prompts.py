@@ -1,5 +1,6 @@
 """All prompt sources under one name: ``specdiff2.data.prompts.GsmSymbolicPrompts`` and so on."""
 
+from specdiff2.data.benchmark_prompts import BenchmarkPrompts, spec_bench
 from specdiff2.data.code_stubs import CodeStubPrompts
 from specdiff2.data.gsm_symbolic import GsmSymbolicPrompts
 from specdiff2.data.hub_prompts import HubPrompts
@@ -10,6 +11,7 @@ from specdiff2.data.open_questions import OpenQuestionPrompts
 from specdiff2.data.prompt import Prompt, PromptSource
 
 __all__ = [
+    "BenchmarkPrompts",
     "CodeStubPrompts",
     "GsmSymbolicPrompts",
     "HubPrompts",
@@ -19,4 +21,5 @@ __all__ = [
     "OpenQuestionPrompts",
     "Prompt",
     "PromptSource",
+    "spec_bench",
 ]

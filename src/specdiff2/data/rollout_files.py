@@ -140,6 +140,11 @@ def append_bytes(path: Path, data: bytes) -> None:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
+    """Strict JSON; see ``write_atomic``."""
+    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode())
+
+
+def write_atomic(path: Path, data: bytes) -> None:
     """Readers see the old file or the new one, never a part.
 
     Raises:
@@ -147,9 +152,8 @@ def write_json_atomic(path: Path, value: Any) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, sort_keys=True, allow_nan=False)
-            file.write("\n")
+        with open(temporary, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

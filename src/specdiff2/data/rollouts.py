@@ -7,6 +7,7 @@ lock. The store never decides what to sample (``data.generate`` does).
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -24,8 +25,10 @@ from specdiff2.data.rollout_files import (
     release_lock,
     shard_path,
     storage_error,
+    write_atomic,
     write_json_atomic,
 )
+from specdiff2.data.signatures import SIGNATURES_FILE, Signatures
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, Rollout
 
 FORMAT_VERSION = 1
@@ -112,6 +115,21 @@ class RolloutStore:
         data = b"".join(map(encode_rollout, rollouts))
         append_bytes(self._shard_for(len(data)), data)
         self._ids.update(new_ids)
+
+    def note_prompts(self, signatures: Signatures, sources: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what the prompts are recognised by, and list their sources in the manifest. Only once: a store's prompts
+        never change. Stores without these read as before.
+
+        Raises:
+            StorageError: the disk is full or refuses.
+        """
+        manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        if not (self.folder / SIGNATURES_FILE).exists():
+            buffer = io.BytesIO()
+            signatures.save(buffer)
+            write_atomic(self.folder / SIGNATURES_FILE, buffer.getvalue())
+        if "sources" not in manifest:
+            write_json_atomic(self.folder / "manifest.json", manifest | {"sources": [dict(one) for one in sources]})
 
     def close(self) -> None:
         """Let other processes write."""

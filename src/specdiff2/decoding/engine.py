@@ -17,7 +17,7 @@ from specdiff2.decoding.greedy_law import draw
 from specdiff2.decoding.probs import ProbsBuffer
 from specdiff2.decoding.stopping import Completion, OnTokens
 from specdiff2.decoding.timing import Stopwatch
-from specdiff2.decoding.tree_growth import Grower, TreeGrowth, draft_law
+from specdiff2.decoding.tree_growth import Grower, TreeGrowth, draft_law, path_session
 from specdiff2.protocols import (
     AcceptanceRule,
     ConditionedDrafter,
@@ -58,6 +58,7 @@ class Drafting:
     sampling: SamplingParams
     growth: TreeGrowth | None = None
     min_confidence: float = 0.0
+    denoising_steps: int | None = None  # passes of a window drafter; None: its own
 
 
 def decode(
@@ -74,9 +75,10 @@ def decode(
 ) -> Generation:
     """Continue ``prompt`` until EOS, a stop id or string, or ``max_new_tokens``; the text follows the verifier's law.
 
-    ``draft_s`` is the time in the drafter's ``propose`` or ``law``, ``verify_s`` in the verifier's ``score``,
-    ``other_s`` everything else of the round. A window is shortened only to what ``max_new_tokens`` leaves room for
-    and to what a grown tree holds, both known before the verifier looks; with room for one token no draft is made.
+    ``draft_s`` is the time in the drafter's ``propose``, ``law`` or passes over paths, ``verify_s`` in the verifier's
+    ``score``, ``other_s`` everything else of the round. A window is shortened only to what ``max_new_tokens`` leaves
+    room for and to what a grown tree holds, both known before the verifier looks; with room for one token no draft is
+    made.
 
     Raises:
         ConfigError: a stop id outside the vocabulary; see ``Completion`` and ``Verifier.start``.
@@ -136,10 +138,27 @@ def shorten_windows(started: DrafterSession, drafter: Drafter, min_confidence: f
     started.min_confidence = min_confidence
 
 
+def change_steps(started: DrafterSession, drafter: Drafter, denoising_steps: int | None) -> None:
+    """Tell a session to fill each window in ``denoising_steps`` passes; None asks for nothing.
+
+    Raises:
+        ConfigError: this drafter fills no masked windows.
+    """
+    if denoising_steps is None:
+        return
+    if not hasattr(started, "denoising_steps"):
+        raise ConfigError(
+            f"denoising_steps={denoising_steps} with drafter {type(drafter).__name__}, which does not fill masked "
+            "windows with the verifier's tokens; use null, or a block drafter"
+        )
+    started.denoising_steps = denoising_steps
+
+
 def _start(drafting: Drafting, prompt: Sequence[int], max_new_tokens: int, session: VerifierSession) -> DrafterSession:
-    """The drafter's session, told when to shorten its window."""
+    """The drafter's session, told when to shorten its window and how to fill it."""
     started = start_drafter(drafting.drafter, prompt, drafting.sampling, max_new_tokens, session)
     shorten_windows(started, drafting.drafter, drafting.min_confidence)
+    change_steps(started, drafting.drafter, drafting.denoising_steps)
     return started
 
 
@@ -157,7 +176,7 @@ def _decode_rounds(
     """Propose, build tree, score, accept, commit, until the completion ends. ``root``: the last committed token."""
     rounds = []
     while completion.stop_reason is None:
-        proposal = _propose(drafting, drafter, completion.num_left - 1, rng)
+        proposal = _propose(drafting, drafter, root, completion.num_left - 1, rng)
         watch.mark()
         tree = _tree(grow, proposal, root)
         watch.mark()
@@ -177,13 +196,15 @@ def _decode_rounds(
 
 
 def _propose(
-    drafting: Drafting | None, drafter: DrafterSession | None, num_fitting: int, rng: RandomSource
-) -> Draft | DraftLaw | None:
-    """Drafts, or the law to grow a tree from, for at most ``num_fitting`` positions (one token of the room is the
-    verifier's own)."""
+    drafting: Drafting | None, drafter: DrafterSession | None, root: int, num_fitting: int, rng: RandomSource
+) -> Draft | DraftLaw | TokenTree | None:
+    """Drafts, the law to grow a tree from, or a tree that took the drafter's passes to grow, for at most
+    ``num_fitting`` positions (one token of the room is the verifier's own)."""
     if drafting is None or drafter is None or num_fitting < 1:
         return None
     gamma = min(drafting.gamma, num_fitting)
+    if drafting.growth is not None and drafting.growth.settings.shape != "best_first":
+        return drafting.growth.along_paths(path_session(drafting.drafter, drafter), root, gamma)
     if drafting.growth is not None:
         return draft_law(drafting.drafter, drafter, gamma)
     draft = drafter.propose(gamma, drafting.num_drafts, rng, needs_probs=drafting.rule.reads_draft_probs)
@@ -195,8 +216,10 @@ def _propose(
     return draft
 
 
-def _tree(grow: Grower | None, proposal: Draft | DraftLaw | None, root: int) -> TokenTree:
+def _tree(grow: Grower | None, proposal: Draft | DraftLaw | TokenTree | None, root: int) -> TokenTree:
     """The tree to score, fixed before the verifier looks."""
+    if isinstance(proposal, TokenTree):
+        return proposal
     if isinstance(proposal, Draft):
         return TokenTree.from_chains(root, proposal.tokens)
     if proposal is None or grow is None:
@@ -206,7 +229,7 @@ def _tree(grow: Grower | None, proposal: Draft | DraftLaw | None, root: int) -> 
 
 def _accept(
     drafting: Drafting | None,
-    proposal: Draft | DraftLaw | None,
+    proposal: Draft | DraftLaw | TokenTree | None,
     tree: TokenTree,
     verifier_probs: NodeProbs,
     rng: RandomSource,
@@ -220,7 +243,9 @@ def _accept(
     return drafting.rule(tree, verifier_probs, draft_probs, rng)
 
 
-def _record(proposal: Draft | DraftLaw | None, tree: TokenTree, accepted: Acceptance, num_kept: int) -> RoundRecord:
+def _record(
+    proposal: Draft | DraftLaw | TokenTree | None, tree: TokenTree, accepted: Acceptance, num_kept: int
+) -> RoundRecord:
     num_accepted = min(len(accepted.path), num_kept)
     record = RoundRecord(tree.depth, num_accepted, num_kept, tree.num_nodes)
     if isinstance(proposal, Draft):

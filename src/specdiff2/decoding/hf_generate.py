@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from specdiff2.decoding.loading import load_drafter_for
+from specdiff2.decoding.drafter_names import default_sampler, load_drafter_for
 from specdiff2.decoding.samplers import make_decoder
 from specdiff2.decoding.stopping import OnTokens
 from specdiff2.models.verifier import HFVerifier
@@ -52,7 +52,7 @@ def speculative_generate(
     generation_config: GenerationConfig,
     *,
     drafter: str | Path | Drafter | None = None,
-    sampler: str = "specdiff2",
+    sampler: str | None = None,
     num_drafts: int | None = None,
     gamma: int | None = None,
     draft_temperature: float | None = None,
@@ -68,6 +68,7 @@ def speculative_generate(
     generation config. A drafter given as a folder is loaded at every call: pass a loaded one to decode often.
 
     Args:
+        drafter, sampler: see ``decoding.loading.load_speculative_decoder``.
         text_tokenizer: the model's tokenizer; needed for stop strings, streamed text and a drafter given as a folder.
         seed: None draws one from torch's global generator, so that ``torch.manual_seed`` governs.
 
@@ -84,7 +85,7 @@ def speculative_generate(
         decoder = make_decoder(
             verifier,
             load_drafter_for(verifier, drafter),
-            sampler=sampler,
+            sampler=default_sampler(drafter, verifier) if sampler is None else sampler,
             num_drafts=num_drafts,
             gamma=gamma,
             verifier_sampling=_sampling(generation_config),

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.decoding.drafter_entries import gather, num_drafts_of, read_entries
+from specdiff2.decoding.drafter_names import check_gamma, default_sampler, load_drafter_for
 from specdiff2.decoding.ensemble import check_num_drafts
 from specdiff2.decoding.samplers import check_grown_sampling, check_sampler, make_decoder
-from specdiff2.decoding.speculative import SpeculativeDecoder, window_length
-from specdiff2.decoding.tree_growth import NumNodes
+from specdiff2.decoding.speculative import SpeculativeDecoder
+from specdiff2.decoding.tree_growth import NumNodes, RankPaths
 from specdiff2.protocols import Drafter
-from specdiff2.types import ConfigError, MismatchError, SamplingParams
+from specdiff2.types import ConfigError, SamplingParams
 
 if TYPE_CHECKING:
     from specdiff2.models.verifier import HFVerifier
@@ -25,7 +26,7 @@ def load_speculative_decoder(
     drafter: str | Path | Drafter | None = None,
     *,
     drafters: Sequence[Mapping[str, Any]] | None = None,
-    sampler: str = "specdiff2",
+    sampler: str | None = None,
     num_drafts: int | None = None,
     gamma: int | None = None,
     num_nodes: NumNodes | None = None,
@@ -33,7 +34,10 @@ def load_speculative_decoder(
     tree_temperature: float | None = None,
     lookup_tokens: int | None = None,
     lookup_ngram: int | None = None,
+    branching: int | None = None,
+    rank_paths: RankPaths | None = None,
     min_confidence: float = 0.0,
+    denoising_steps: int | None = None,
     cost_folder: str | Path | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -48,17 +52,21 @@ def load_speculative_decoder(
         verifier: hub id, local folder, GGUF file or ``wheel:...`` (see ``HFVerifier.from_pretrained``), or a
             loaded verifier (``dtype`` and ``device`` are then its own).
         drafter: folder written by ``save_drafter``, ``"shipped"`` for the one that comes with the package (see
-            ``models.shipped``), or a loaded drafter.
+            ``models.shipped``), a folder or hub id of a smaller causal language model (see ``models.ar_drafter``),
+            ``"prompt_lookup"`` or ``"prompt_lookup:NUM_TOKENS:NGRAM"``, or a loaded drafter.
         drafters: several instead of one: what ``drafter`` can be, K, temperature and name of each (see
             ``drafter_entries.DrafterEntry``). For samplers that do not read draft probabilities: ``specdiff2``,
             ``tree_match``.
-        sampler: a name of ``samplers.SAMPLERS``.
+        sampler: a name of ``samplers.SAMPLERS``; None means the one made for the drafter (``default_sampler``).
         gamma: positions drafted in a round, at most the drafter's; None means the drafter's own.
         num_nodes, max_nodes, tree_temperature: of a grown tree (sampler ``tree``): a number of drafted nodes or
             ``"auto"``, the limit of the latter, and the temperature nodes are chosen by.
         lookup_tokens, lookup_ngram: longest chain copied from the text so far into a grown tree (0: none), and the
             longest suffix that is looked up for it.
+        branching, rank_paths: of a tree of an EAGLE head (samplers ``eagle`` and ``eagle2``): nodes that each level
+            goes on from, or the ranks of a fixed tree; see ``tree_growth.GrowthSettings``.
         min_confidence: end drafts before the probability of the drafter's argmax chain falls below this; 0 never.
+        denoising_steps: passes that a window drafter fills its window in; None means its own.
         cost_folder: keeps the cost tables that ``num_nodes="auto"`` measures; None means ``costs`` in the cache
             folder of converted verifiers (``$SPECDIFF2_CACHE``).
         temperature, top_k, top_p: the verifier's law; temperature 0 is greedy decoding.
@@ -80,10 +88,12 @@ def load_speculative_decoder(
     if entries:
         check_num_drafts(num_drafts, num_drafts_of(entries))
         num_drafts, draft_sampling = num_drafts_of(entries), None
+    if sampler is None:
+        sampler = "specdiff2" if drafter is None else default_sampler(drafter, verifier)
     settings = check_sampler(sampler, num_drafts, num_nodes, several_drafters=bool(entries))
     chosen: list[Any] = [entry.drafter for entry in entries] or [drafter]
     window = min(check_gamma(gamma, one, verifier) for one in chosen)
-    grown = settings.growth(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
+    grown = settings.growth(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram, branching, rank_paths)
     if grown is not None:
         check_grown_sampling(draft_sampling)
         grown.check_gamma(window)
@@ -100,7 +110,10 @@ def load_speculative_decoder(
         tree_temperature=tree_temperature,
         lookup_tokens=lookup_tokens,
         lookup_ngram=lookup_ngram,
+        branching=branching,
+        rank_paths=rank_paths,
         min_confidence=min_confidence,
+        denoising_steps=denoising_steps,
         cost_folder=default_cost_folder() if cost_folder is None else cost_folder,
         verifier_sampling=verifier_sampling,
         draft_sampling=draft_sampling,
@@ -135,43 +148,3 @@ def default_cost_folder() -> Path:
     from specdiff2.models.wheel_checkpoint import default_cache_dir
 
     return default_cache_dir() / "costs"
-
-
-def check_gamma(gamma: int | None, drafter: str | Path | Drafter, verifier: str | Path | HFVerifier) -> int:
-    """The window that will be drafted: the drafter must be readable and trained for at least ``gamma`` positions.
-
-    Raises:
-        ConfigError: it was trained for fewer, or no drafter is shipped for ``verifier``.
-        CorruptFileError: its folder is missing or damaged.
-    """
-    from specdiff2.models.pretrained import read_drafter_config
-    from specdiff2.models.shipped import is_shipped, shipped_candidates
-
-    if not isinstance(drafter, str | Path):
-        most = drafter.gamma
-    elif is_shipped(drafter):
-        most = max(config.gamma for config in shipped_candidates(str(drafter), verifier).values())
-    else:
-        most = read_drafter_config(drafter).gamma
-    return window_length(gamma, most)
-
-
-def load_drafter_for(verifier: HFVerifier, drafter: str | Path | Drafter) -> Drafter:
-    """``drafter`` itself where it is loaded already.
-
-    Raises:
-        MismatchError: it was made for another verifier.
-        ConfigError: no drafter is shipped for it.
-    """
-    from specdiff2.models.pretrained import load_drafter
-    from specdiff2.models.shipped import drafter_folder
-
-    if isinstance(drafter, str | Path):
-        return load_drafter(drafter_folder(drafter, verifier), verifier)
-    vocab_size = getattr(drafter, "verifier_vocab_size", verifier.vocab_size)
-    if vocab_size != verifier.vocab_size:
-        raise MismatchError(
-            f"the drafter knows {vocab_size} tokens, verifier {verifier.name} {verifier.vocab_size}: expected the same "
-            "vocabulary; use the verifier it was made for"
-        )
-    return drafter

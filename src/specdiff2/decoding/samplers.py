@@ -14,8 +14,17 @@ from specdiff2.decoding.cost_measure import cost_key, measure_costs
 from specdiff2.decoding.cost_table import load_or_measure
 from specdiff2.decoding.ensemble import DrafterEnsemble, check_ensemble, check_num_drafts
 from specdiff2.decoding.selection import SelfSelection
-from specdiff2.decoding.speculative import SpeculativeDecoder, own_sampling, window_length
-from specdiff2.decoding.tree_growth import GrowthSettings, NumNodes, TreeGrowth, check_growth, growth_settings
+from specdiff2.decoding.speculative import SpeculativeDecoder, is_unlimited, own_sampling, window_length
+from specdiff2.decoding.tree_growth import (
+    GrowthSettings,
+    NumNodes,
+    RankPaths,
+    Shape,
+    TreeGrowth,
+    check_growth,
+    check_laws,
+    growth_settings,
+)
 from specdiff2.protocols import AcceptanceRule, Drafter, Verifier
 from specdiff2.types import ConfigError, SamplingParams
 
@@ -24,7 +33,8 @@ from specdiff2.types import ConfigError, SamplingParams
 class Sampler:
     """``num_drafts`` is the K, and ``num_nodes`` the size of a grown tree, that is meant when none is given.
 
-    ``num_nodes`` None: the sampler draws its drafts.
+    ``num_nodes`` None: the sampler draws its drafts; ``follows_verifier``: by the verifier's own temperature, top-k and
+    top-p. ``gamma``: depth of a tree for drafters that can draft any number of positions.
     """
 
     rule: str
@@ -32,6 +42,10 @@ class Sampler:
     num_drafts: int
     num_nodes: NumNodes | None = None
     lookup_tokens: int | None = None
+    shape: Shape | None = None
+    branching: int | None = None
+    gamma: int | None = None
+    follows_verifier: bool = False
 
     def growth(
         self,
@@ -40,15 +54,24 @@ class Sampler:
         tree_temperature: float | None,
         lookup_tokens: int | None,
         lookup_ngram: int | None,
+        branching: int | None = None,
+        rank_paths: RankPaths | None = None,
     ) -> GrowthSettings | None:
         """``growth_settings`` with this sampler's own values where None is given."""
         return growth_settings(
-            self.num_nodes if num_nodes is None else num_nodes,
+            self.num_nodes if num_nodes is None and rank_paths is None else num_nodes,
             max_nodes,
             tree_temperature,
             self.lookup_tokens if lookup_tokens is None else lookup_tokens,
             lookup_ngram,
+            self.shape,
+            self.branching if branching is None else branching,
+            rank_paths,
         )
+
+    def window(self, gamma: int | None, drafter: Drafter) -> int | None:
+        """``gamma``, or this sampler's own where none is given and the drafter has no limit."""
+        return self.gamma if gamma is None and is_unlimited(drafter) else gamma
 
 
 SAMPLERS = {
@@ -58,6 +81,15 @@ SAMPLERS = {
     "tree": Sampler("tree_match", self_selection=False, num_drafts=1, num_nodes=32),  # grown from the drafter's law
     # the same with a chain copied from the text, as large as pays on this machine
     "tree_lookup": Sampler("tree_match", self_selection=False, num_drafts=1, num_nodes="auto", lookup_tokens=8),
+    # EAGLE's trees of a head's paths: always the same ranks, or the most confident nodes of each level, reranked
+    "eagle": Sampler("tree_match", self_selection=False, num_drafts=1, num_nodes=25, shape="static", gamma=5),
+    "eagle2": Sampler(
+        "tree_match", self_selection=False, num_drafts=1, num_nodes=32, shape="dynamic", branching=8, gamma=5
+    ),
+    "sps": Sampler("leviathan", self_selection=False, num_drafts=1, follows_verifier=True),  # autoregressive drafter
+    "prompt_lookup": Sampler(
+        "greedy", self_selection=False, num_drafts=1
+    ),  # copies what followed the last tokens before
     "leviathan": Sampler("leviathan", self_selection=False, num_drafts=1),
     "block": Sampler("block", self_selection=False, num_drafts=1),
     "specinfer": Sampler("specinfer", self_selection=False, num_drafts=8),
@@ -121,11 +153,12 @@ def make_growth(
         cost_folder: where cost tables are kept; None measures each time and keeps nothing.
 
     Raises:
-        ConfigError: the budget has no room for ``gamma`` nodes, or see ``measure_costs``.
+        ConfigError: the budget has no room for ``gamma`` nodes, or see ``check_laws`` and ``measure_costs``.
     """
     if settings is None:
         return None
-    gamma = window_length(gamma, drafter.gamma)
+    check_laws(settings, drafter)
+    gamma = window_length(gamma, drafter.gamma, unlimited=is_unlimited(drafter))
     settings.check_gamma(gamma)
     if settings.num_nodes != "auto":
         return TreeGrowth(settings)
@@ -147,8 +180,11 @@ def make_decoder(
     tree_temperature: float | None = None,
     lookup_tokens: int | None = None,
     lookup_ngram: int | None = None,
+    branching: int | None = None,
+    rank_paths: RankPaths | None = None,
     cost_folder: str | Path | None = None,
     min_confidence: float = 0.0,
+    denoising_steps: int | None = None,
     verifier_sampling: SamplingParams | None = None,
     draft_sampling: SamplingParams | None = None,
     name: str | None = None,
@@ -160,10 +196,10 @@ def make_decoder(
         draft_sampling: None: one draft of a rule that does not read draft probabilities is the drafter's most
             probable window (temperature 0); everything else draws from the drafter's untempered law, and a tree is
             grown from it (``tree_temperature`` tempers that).
-        num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram: of a grown tree; see
-            ``tree_growth.GrowthSettings``.
+        num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram, branching, rank_paths: of a grown tree;
+            see ``tree_growth.GrowthSettings``.
         cost_folder: for ``num_nodes="auto"``; see ``make_growth``.
-        min_confidence: see ``SpeculativeDecoder``.
+        min_confidence, denoising_steps: see ``SpeculativeDecoder``.
 
     Raises:
         ConfigError: unknown sampler, or a setting that it has no use for; see ``SpeculativeDecoder`` for the rest.
@@ -175,9 +211,12 @@ def make_decoder(
     settings = check_sampler(sampler, num_drafts, num_nodes, several_drafters=several)
     rule = make_rule(settings.rule)
     num_drafts = settings.num_drafts if num_drafts is None else num_drafts
-    grown = settings.growth(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram)
+    grown = settings.growth(num_nodes, max_nodes, tree_temperature, lookup_tokens, lookup_ngram, branching, rank_paths)
+    gamma = settings.window(gamma, drafter)
     if grown is not None:
         check_grown_sampling(draft_sampling)
+    elif draft_sampling is None and settings.follows_verifier:
+        draft_sampling = own_sampling(verifier) if verifier_sampling is None else verifier_sampling
     elif draft_sampling is None and not several:
         draft_sampling = SamplingParams(temperature=default_draft_temperature(rule, num_drafts))
     return SpeculativeDecoder(
@@ -192,6 +231,7 @@ def make_decoder(
         ),
         gamma=gamma,
         min_confidence=min_confidence,
+        denoising_steps=denoising_steps,
         verifier_sampling=verifier_sampling,
         name=sampler if name is None else name,
     )

@@ -6,7 +6,6 @@ The loop itself is ``decoding.engine``; named combinations are ``decoding.sample
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from specdiff2.decoding.acceptance import check_combination
 from specdiff2.decoding.engine import Drafting, decode
 from specdiff2.decoding.prompting import Prompt, prompt_ids
 from specdiff2.decoding.stopping import OnTokens
-from specdiff2.decoding.tree_growth import TreeGrowth, check_growth
+from specdiff2.decoding.tree_growth import TreeGrowth, check_growth, check_laws
 from specdiff2.protocols import AcceptanceRule, Drafter, RandomSource, Selector, Verifier
 from specdiff2.rng import TorchRandomSource
 from specdiff2.types import ConfigError, Generation, SamplingParams
@@ -39,6 +38,7 @@ class SpeculativeDecoder:
         draft_sampling: SamplingParams | None = None,
         growth: TreeGrowth | None = None,
         min_confidence: float = 0.0,
+        denoising_steps: int | None = None,
         name: str = "specdiff2",
     ) -> None:
         """
@@ -49,26 +49,30 @@ class SpeculativeDecoder:
             draft_sampling: the law drafts are drawn from; None means the drafter's untempered law.
             growth: grow a tree from the drafter's law instead of drawing K drafts.
             min_confidence: end drafts before the probability of the drafter's argmax chain falls below this; 0 never.
+            denoising_steps: passes that a window drafter fills its window in; None means its own.
 
         Raises:
-            ConfigError: ``gamma`` outside 1 .. ``drafter.gamma``, a K that the rule cannot use, or a grown tree that
-                the rule cannot use or that has no room for ``gamma`` nodes.
+            ConfigError: ``gamma`` outside 1 .. ``drafter.gamma`` (or below 1, for a drafter without limit), a K that
+                the rule cannot use, or a grown tree that the rule cannot use, that the drafter states no law for or
+                that has no room for ``gamma`` nodes.
             NotLosslessError: the combination of rule and selector would change the verifier's law.
         """
-        gamma = window_length(gamma, drafter.gamma)
+        gamma = window_length(gamma, drafter.gamma, unlimited=is_unlimited(drafter))
         if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or num_drafts < 1:
             raise ConfigError(f"num_drafts={num_drafts!r}: expected an integer >= 1")
         check_combination(rule, selector, num_drafts)
         if growth is not None:
             check_growth(rule, selector, num_drafts)
             growth.settings.check_gamma(gamma)
+            check_laws(growth.settings, drafter)
         self.verifier = verifier
         self.name = name
         self.sampling = own_sampling(verifier) if verifier_sampling is None else verifier_sampling
         check_confidence(min_confidence, growth)
+        check_steps(denoising_steps)
         draft_sampling = draft_sampling or SamplingParams()
         self.drafting = Drafting(
-            drafter, rule, selector, gamma, num_drafts, draft_sampling, growth, float(min_confidence)
+            drafter, rule, selector, gamma, num_drafts, draft_sampling, growth, float(min_confidence), denoising_steps
         )
 
     @classmethod
@@ -82,8 +86,9 @@ class SpeculativeDecoder:
 
     def describe(self) -> dict[str, Any]:
         """Settings beyond the common ones, for the fingerprint of records."""
-        settings = {} if self.drafting.growth is None else asdict(self.drafting.growth.settings)
-        return settings | ({"min_confidence": self.drafting.min_confidence} if self.drafting.min_confidence else {})
+        settings = {} if self.drafting.growth is None else self.drafting.growth.settings.describe()
+        own = {"min_confidence": self.drafting.min_confidence, "denoising_steps": self.drafting.denoising_steps}
+        return settings | {name: value for name, value in own.items() if value}
 
     def generate(
         self,
@@ -124,17 +129,26 @@ def own_sampling(verifier: Verifier) -> SamplingParams:
     return sampling
 
 
-def window_length(gamma: int | None, drafter_gamma: int) -> int:
+def window_length(gamma: int | None, drafter_gamma: int, *, unlimited: bool = False) -> int:
     """``gamma``, or the drafter's own where it is None.
+
+    ``unlimited``: the drafter goes on as long as it is asked to; its own gamma is only the default.
 
     Raises:
         ConfigError: not an integer from 1 to ``drafter_gamma``.
     """
     if gamma is None:
         return drafter_gamma
-    if isinstance(gamma, bool) or not isinstance(gamma, int) or not 1 <= gamma <= drafter_gamma:
-        raise ConfigError(f"gamma={gamma!r}: expected an integer from 1 to the drafter's {drafter_gamma}")
+    is_count = isinstance(gamma, int) and not isinstance(gamma, bool) and gamma >= 1
+    if not is_count or (gamma > drafter_gamma and not unlimited):
+        expected = ">= 1" if unlimited else f"from 1 to the drafter's {drafter_gamma}"
+        raise ConfigError(f"gamma={gamma!r}: expected an integer {expected}")
     return gamma
+
+
+def is_unlimited(drafter: Drafter) -> bool:
+    """Whether the drafter can draft more positions than its own gamma (its ``max_gamma`` is None)."""
+    return getattr(drafter, "max_gamma", 0) is None
 
 
 def check_confidence(min_confidence: float, growth: TreeGrowth | None = None) -> None:
@@ -143,3 +157,11 @@ def check_confidence(min_confidence: float, growth: TreeGrowth | None = None) ->
         raise ConfigError(f"min_confidence={min_confidence!r}: expected 0 <= min_confidence < 1; 0 never shortens")
     if growth is not None and min_confidence > 0.0:
         raise ConfigError(f"min_confidence={min_confidence} with a grown tree: expected 0; use num_nodes=auto")
+
+
+def check_steps(denoising_steps: int | None) -> None:
+    """Raises ConfigError: neither None nor an integer >= 1."""
+    if denoising_steps is not None and (
+        isinstance(denoising_steps, bool) or not isinstance(denoising_steps, int) or denoising_steps < 1
+    ):
+        raise ConfigError(f"denoising_steps={denoising_steps!r}: expected an integer >= 1, or null for the drafter's")

@@ -10,6 +10,8 @@ temperature). The argmax chain then stays inside as far as it still pays: the wi
 draft at all. The choice depends on the law and on costs measured beforehand, never on what the verifier draws, so it
 is non-anticipating; and tree match is lossless for any tree that is fixed before those draws.
 
+Drafters whose law depends on the whole path (EAGLE heads) have trees of their own kinds: ``decoding.path_tree``.
+
 With ``lookup_tokens`` a chain copied from the committed text (``functional.suffix_lookup``) joins the tree, its nodes
 ranked among the others by the copies' running success in this text. It costs no pass, and depends on committed tokens
 only.
@@ -21,17 +23,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from specdiff2.decoding.cost_table import CostTable
+from specdiff2.decoding.path_tree import RankTree, grow_dynamic, grow_static
 from specdiff2.functional.suffix_lookup import Copy, SuffixLookup
 from specdiff2.functional.tree_search import best_first, best_prefix, check_budget, with_copy
-from specdiff2.protocols import AcceptanceRule, Drafter, DrafterSession, DraftLaw, LawSession, Selector
+from specdiff2.protocols import (
+    AcceptanceRule,
+    Drafter,
+    DrafterSession,
+    DraftLaw,
+    LawSession,
+    PathLawSession,
+    Selector,
+)
 from specdiff2.tree import TokenTree
 from specdiff2.types import ConfigError
 
 NumNodes = int | Literal["auto"]
+Shape = Literal["best_first", "static", "dynamic"]
+RankPaths = Sequence[Sequence[int]]
 MAX_NODES = 32
 
 
@@ -45,6 +58,10 @@ class GrowthSettings:
         tree_temperature: of the law that decides which nodes are in the tree; > 0.
         lookup_tokens: longest chain copied from the committed text; 0 copies nothing.
         lookup_ngram: longest suffix whose earlier occurrence is looked up.
+        shape: ``best_first`` from a law of windows; ``static`` or ``dynamic`` from a law of paths, which nothing above
+            but ``num_nodes`` as a number goes with.
+        branching: nodes that a dynamic tree expands on each level, and children it lists of each.
+        rank_paths: the static tree as paths of ranks; None: ``num_nodes`` likely ones, as deep as the window.
 
     Raises:
         ConfigError: a value out of range.
@@ -55,8 +72,12 @@ class GrowthSettings:
     tree_temperature: float = 1.0
     lookup_tokens: int = 0
     lookup_ngram: int = 3
+    shape: Shape = "best_first"
+    branching: int | None = None
+    rank_paths: RankPaths | None = None
 
     def __post_init__(self) -> None:
+        self._check_shape()
         for name, value, least in (("lookup_tokens", self.lookup_tokens, 0), ("lookup_ngram", self.lookup_ngram, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r}: expected an integer >= {least}")
@@ -71,14 +92,44 @@ class GrowthSettings:
         if not (is_number and math.isfinite(temperature) and temperature > 0):
             raise ConfigError(f"tree_temperature={temperature!r}: expected a finite number > 0; 1 is the law itself")
 
+    def _check_shape(self) -> None:
+        if self.shape not in ("best_first", "static", "dynamic"):
+            raise ConfigError(f"shape={self.shape!r}: expected best_first, static or dynamic")
+        if (self.branching is not None) != (self.shape == "dynamic") or (self.rank_paths and self.shape != "static"):
+            raise ConfigError(
+                f"shape={self.shape} with branching={self.branching!r} and rank_paths={self.rank_paths!r}: expected "
+                "branching for dynamic trees, and for those alone, and rank_paths for none but static ones"
+            )
+        if self.branching is not None and (isinstance(self.branching, bool) or self.branching < 1):
+            raise ConfigError(f"branching={self.branching!r}: expected an integer >= 1")
+        if self.rank_paths is not None and RankTree.of(self.rank_paths).num_nodes != self.num_nodes:
+            expected = RankTree.of(self.rank_paths).num_nodes
+            raise ConfigError(f"num_nodes={self.num_nodes!r}: expected {expected}, the nodes of rank_paths")
+        plain = self.num_nodes != "auto" and self.tree_temperature == 1.0 and self.lookup_tokens == 0
+        if self.shape != "best_first" and not plain:
+            raise ConfigError(
+                f"shape={self.shape} with num_nodes={self.num_nodes!r}, tree_temperature={self.tree_temperature} and "
+                f"lookup_tokens={self.lookup_tokens}: expected a number of nodes, 1 and 0"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that count for this shape, for the fingerprint of records."""
+        own = ("shape", "branching", "rank_paths")
+        values = asdict(self)
+        if self.shape == "best_first":
+            return {name: value for name, value in values.items() if name not in own}
+        return {name: values[name] for name in ("num_nodes", *own)}
+
     @property
     def budget(self) -> int:
         """The most nodes a tree can have."""
         return self.max_nodes if self.num_nodes == "auto" else self.num_nodes
 
     def check_gamma(self, gamma: int) -> None:
-        """Raises ConfigError when the argmax chain of ``gamma`` positions does not fit the budget."""
-        check_budget(self.budget, gamma, "max_nodes" if self.num_nodes == "auto" else "num_nodes")
+        """Raises ConfigError when the argmax chain of ``gamma`` positions does not fit the budget of a best-first
+        tree."""
+        if self.shape == "best_first":
+            check_budget(self.budget, gamma, "max_nodes" if self.num_nodes == "auto" else "num_nodes")
 
 
 def growth_settings(
@@ -87,6 +138,9 @@ def growth_settings(
     tree_temperature: float | None = None,
     lookup_tokens: int | None = None,
     lookup_ngram: int | None = None,
+    shape: Shape | None = None,
+    branching: int | None = None,
+    rank_paths: RankPaths | None = None,
 ) -> GrowthSettings | None:
     """Settings from optional keys, defaults filled in; None for a sampler that draws its drafts.
 
@@ -98,8 +152,13 @@ def growth_settings(
         "tree_temperature": tree_temperature,
         "lookup_tokens": lookup_tokens,
         "lookup_ngram": lookup_ngram,
+        "shape": shape,
+        "branching": branching,
+        "rank_paths": rank_paths,
     }
     given = {name: value for name, value in given.items() if value is not None}
+    if num_nodes is None and rank_paths is not None:
+        num_nodes = RankTree.of(rank_paths).num_nodes
     if num_nodes is None:
         for name, value in given.items():
             raise ConfigError(f"{name}={value!r}: this sampler draws its drafts; use sampler tree, or drop {name}")
@@ -123,6 +182,24 @@ def check_growth(rule: AcceptanceRule, selector: Selector | None, num_drafts: in
         )
 
 
+def check_laws(settings: GrowthSettings, drafter: Drafter) -> None:
+    """Refuse a tree that cannot be grown from what this drafter states.
+
+    Raises:
+        ConfigError: a tree of paths from a drafter of windows, or the reverse.
+    """
+    if settings.shape != "best_first" and not getattr(drafter, "offers_path_law", False):
+        raise ConfigError(
+            f"shape={settings.shape} (samplers eagle and eagle2) with drafter {type(drafter).__name__}, which has no "
+            "law of paths; use a drafter trained with model=smollm2_eagle, or sampler tree"
+        )
+    if settings.shape == "best_first" and not getattr(drafter, "offers_law", True):
+        raise ConfigError(
+            f"sampler tree (num_nodes) with drafter {type(drafter).__name__}, whose law depends on the whole path; use "
+            "sampler eagle or eagle2, or a block drafter"
+        )
+
+
 class TreeGrowth:
     """Grows the tree of each round."""
 
@@ -137,6 +214,15 @@ class TreeGrowth:
         self.settings = settings
         self.costs = costs
         self._round_s = costs.round_s(settings.max_nodes) if costs is not None else None
+
+    def along_paths(self, session: PathLawSession, root: int, gamma: int) -> TokenTree:
+        """The static or dynamic tree after the committed token ``root``, at most ``gamma`` deep."""
+        settings = self.settings
+        if settings.branching is not None:
+            return grow_dynamic(session, root, gamma, settings.branching, settings.budget)
+        if settings.rank_paths is not None:
+            return grow_static(session, root, RankTree.of(settings.rank_paths), gamma)
+        return grow_static(session, root, RankTree.likely(settings.budget, gamma), gamma)
 
     def start(self, prompt: Sequence[int]) -> Grower:
         """The growth of one generation."""
@@ -192,3 +278,17 @@ def draft_law(drafter: Drafter, session: DrafterSession, gamma: int) -> DraftLaw
             "tree from; use a drafter that has one (BlockDrafter), or a sampler that draws its drafts (tree_match)"
         )
     return session.law(gamma)
+
+
+def path_session(drafter: Drafter, session: DrafterSession) -> PathLawSession:
+    """``session`` as one that trees of paths are grown with.
+
+    Raises:
+        ConfigError: it is not one, whatever its drafter said.
+    """
+    if not isinstance(session, PathLawSession):
+        raise ConfigError(
+            f"sampler eagle with drafter {type(drafter).__name__}: {type(session).__name__} has no start_tree and "
+            "expand; use an EAGLE head, or a sampler that draws its drafts"
+        )
+    return session

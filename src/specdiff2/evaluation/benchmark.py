@@ -41,9 +41,9 @@ class Encoder(Protocol):
     def encode(self, prompt: Any) -> list[int]: ...
 
 
-def prompt_seed(seed: int, prompt_index: int) -> int:
-    """Seed of one prompt's generation: the same for every method, unrelated between prompts."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{prompt_index}".encode()).digest()[:6], "big")
+def prompt_seed(seed: int, prompt: int | str) -> int:
+    """Seed of one prompt's generation, from its index or name: the same for every method, unrelated between prompts."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{prompt}".encode()).digest()[:6], "big")
 
 
 class Benchmark:
@@ -229,7 +229,7 @@ class Benchmark:
             return set()
         remedy = "the settings its records were measured with; use another folder, or delete this one to measure again"
         stored = read_json(manifest, remedy) if manifest.exists() else {}
-        difference = _first_difference(stored, json.loads(json.dumps(current)))
+        difference = first_difference(stored, json.loads(json.dumps(current)))
         if difference is not None:
             key, old, new = difference
             raise MismatchError(
@@ -261,11 +261,11 @@ def _last_message(prompt: BenchmarkPrompt) -> str:
     return str(prompt.messages[-1].get("content", "")) if prompt.messages else ""
 
 
-def _first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
+def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
     """(dotted key, old value, new value) of the first difference of two nested dictionaries."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*new, *(name for name in old if name not in new)]:
-            found = _first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+            found = first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
             if found is not None:
                 return found
         return None

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 
-from specdiff2.evaluation import svg
+from specdiff2.evaluation import line_marks, svg
 from specdiff2.evaluation.svg import WIDTH, Frame
 
-NUM_COLOURS = 6
+NUM_COLOURS = 10
 FEW_OBSERVATIONS = 20
 MANY_POINTS = 40  # above this a curve is drawn without markers, smoothed over its faint raw line
 _LABEL_GAP = 16.0
+_NAME_ROOM = 0.36 * WIDTH - 18  # of a name at the end of its line; longer ones are all listed below the chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Series:
     """One line. A None value leaves a gap. ``colour`` indexes the palette (0 is the neutral grey).
 
     ``counts``, where given, are the observations behind each point: points with fewer than
-    ``FEW_OBSERVATIONS`` are drawn hollow.
+    ``FEW_OBSERVATIONS`` are drawn hollow. ``intervals``: a (low, high) whisker at each point, or None there.
     """
 
     label: str
@@ -32,6 +32,11 @@ class Series:
     y: Sequence[float | None]
     colour: int = 1
     counts: Sequence[int] | None = None
+    intervals: Sequence[Sequence[float] | None] | None = None
+
+    def heights(self) -> list[float]:
+        """All values on the y axis: points and both ends of their whiskers."""
+        return [y for _, y in self.points()] + [end for one in self.intervals or () if one for end in one]
 
     def points(self) -> list[tuple[float, float]]:
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None]
@@ -65,24 +70,29 @@ def line_chart(
     integer_x: bool = False,
     x_ticks: Sequence[float] | None = None,
     from_zero: bool = False,
+    log_x: bool = False,
     marks: Sequence[tuple[float, str]] = (),
     height: float = 300,
 ) -> str:
-    """Lines over a shared x axis, each named at its end; ``marks`` are labelled vertical lines.
+    """Lines over a shared x axis, each named at its end or below; ``marks`` are labelled vertical lines.
 
-    ``x_ticks`` labels just these values (thinned where they would collide); ``from_zero`` keeps 0 on the y axis.
+    ``x_ticks`` labels just these values (thinned where they would collide); ``from_zero`` keeps 0 on the y axis;
+    ``log_x`` makes the x axis logarithmic, labelled at the values that occur. Many series make the chart higher.
 
     Raises:
-        ValueError: no series has a point.
+        ValueError: no series has a point, or a logarithmic axis has a value <= 0.
     """
     series = [one for one in series if one.points()]
     if not series:
         raise ValueError(f"chart {label!r} has no points")
+    beside = _widest(series) <= _NAME_ROOM
+    if beside:  # room for every name at its line's end
+        height = max(height, 90 + _LABEL_GAP * len(series))
     if y_range is None and from_zero:
-        values = [y for one in series for _, y in one.points()]
+        values = [y for one in series for y in one.heights()]
         y_range = (min(0.0, *values), max(0.0, *values))
-    frame, default_ticks, y_ticks = _line_frame(series, y_range, integer_x or x_ticks is not None, height)
-    shown = default_ticks if x_ticks is None else _apart(x_ticks, frame)
+    frame, default_ticks, y_ticks = _line_frame(series, y_range, integer_x or x_ticks is not None, log_x, height)
+    shown = default_ticks if x_ticks is None and not log_x else _apart(x_ticks or default_ticks, frame)
     body = frame.axes(shown, y_ticks, x_label, y_label)
     for x, name in marks:
         side = "end" if frame.x(x) > (frame.left + frame.right) / 2 else "start"
@@ -90,35 +100,55 @@ def line_chart(
         body.append(svg.text(frame.x(x) + (-6 if side == "end" else 6), frame.top + 12, name, "mark-label", side))
     for one in series:
         body += _line_marks(frame, one)
-    body += _end_labels(frame, series)
+    if beside:
+        body += _end_labels(frame, series)
+    else:
+        listed, height = line_marks.key([(one.label, one.colour) for one in series], height)
+        body += listed
     return svg.document(body, height, label)
 
 
+def _widest(series: Sequence[Series]) -> float:
+    """Room that the longest name needs."""
+    return max(svg.text_width(one.label) for one in series) + 4
+
+
 def _line_frame(
-    series: Sequence[Series], y_range: tuple[float, float] | None, integer_x: bool, height: float
+    series: Sequence[Series], y_range: tuple[float, float] | None, integer_x: bool, log_x: bool, height: float
 ) -> tuple[Frame, list[float], list[float]]:
     points = [point for one in series for point in one.points()]
     # positions without a value stay on the axis: a window does not get shorter because nobody got that far
     xs = [x for one in series for x in one.x] if integer_x else [x for x, _ in points]
-    ys = [y for _, y in points]
     if y_range is None:
+        ys = [y for one in series for y in one.heights()]
         # a flat zero line is as informative as the curve: keep it in view unless it is far away
         low, high = min(ys), max(ys)
         low, high = (0.0, high) if 0 < low < 0.5 * high else ((low, 0.0) if 0.5 * low < high < 0 else (low, high))
     else:
         low, high = y_range
     y_ticks = svg.nice_ticks(low, high, 5)
-    x_ticks = svg.integer_ticks(int(min(xs)), int(max(xs))) if integer_x else svg.nice_ticks(min(xs), max(xs), 5)
     tick_step = y_ticks[1] - y_ticks[0]
     left = 14 + max(svg.text_width(svg.format_number(tick, tick_step)) for tick in y_ticks)
-    label_width = min(max(svg.text_width(one.label) for one in series) + 18, 0.36 * WIDTH)
+    right = WIDTH - 14 - (_widest(series) if _widest(series) <= _NAME_ROOM else 0)
+    x_ticks, x_range = _x_axis(xs, integer_x, log_x)
+    frame = Frame(left, right, 30, height - 52, x_range, (y_ticks[0], y_ticks[-1]), log_x)
+    return frame, x_ticks, y_ticks
+
+
+def _x_axis(xs: Sequence[float], integer_x: bool, log_x: bool) -> tuple[list[float], tuple[float, float]]:
+    """Ticks and range of the x axis, with some room beside the outer points."""
+    low, high = min(xs), max(xs)
+    if log_x:
+        if low <= 0:
+            raise ValueError(f"x={low!r} on a logarithmic axis: expected values > 0")
+        pad = (high / low) ** 0.04 if high > low else 1.5
+        return sorted(set(xs)), (low / pad, high * pad)
     if integer_x:
-        pad = 0.04 * (max(xs) - min(xs)) or 0.5
-        x_range = (min(xs) - pad, max(xs) + pad)
-    else:
-        x_range = (x_ticks[0], max(max(xs), x_ticks[0] + 1e-9))
-        x_ticks = [tick for tick in x_ticks if tick <= x_range[1]]
-    return Frame(left, WIDTH - label_width, 30, height - 52, x_range, (y_ticks[0], y_ticks[-1])), x_ticks, y_ticks
+        pad = 0.04 * (high - low) or 0.5
+        return svg.integer_ticks(int(low), int(high)), (low - pad, high + pad)
+    ticks = svg.nice_ticks(low, high, 5)
+    high = max(high, ticks[0] + 1e-9)
+    return [tick for tick in ticks if tick <= high], (ticks[0], high)
 
 
 def _apart(ticks: Sequence[float], frame: Frame) -> list[float]:
@@ -133,47 +163,26 @@ def _apart(ticks: Sequence[float], frame: Frame) -> list[float]:
 def _line_marks(frame: Frame, one: Series) -> list[str]:
     points = one.points()
     if len(points) > MANY_POINTS:
-        raw = _path(frame, one.x, one.y, f"s{one.colour} raw")
-        smooth = _running_mean([y for _, y in points])
-        return [raw, _path(frame, [x for x, _ in points], smooth, f"s{one.colour} line")]
-    parts = [_path(frame, one.x, one.y, f"s{one.colour} line")]
+        raw = line_marks.polyline(frame, one.x, one.y, f"s{one.colour} raw")
+        smooth = line_marks.running_mean([y for _, y in points])
+        return [raw, line_marks.polyline(frame, [x for x, _ in points], smooth, f"s{one.colour} line")]
+    sure = one.y
+    if one.counts is not None:  # the line itself stands on enough observations; what is left is drawn faintly
+        sure = [y if n >= FEW_OBSERVATIONS else None for y, n in zip(one.y, one.counts, strict=True)]
+    parts = [line_marks.polyline(frame, one.x, one.y, f"s{one.colour} raw")] if sure != one.y else []
+    parts.append(line_marks.polyline(frame, one.x, sure, f"s{one.colour} line"))
     for index, (x, y) in enumerate(zip(one.x, one.y, strict=True)):
         if y is None:
             continue
         count = one.counts[index] if one.counts is not None else FEW_OBSERVATIONS
         hover = f"{one.label}: {svg.format_number(y)} at {svg.format_number(x)}"
         hover += f", from {count} observations" if one.counts is not None else ""
-        parts.append(_marker(frame.x(x), frame.y(y), one.colour, hover, hollow=count < FEW_OBSERVATIONS))
+        interval = one.intervals[index] if one.intervals is not None else None
+        if interval:
+            hover += f", 95% CI {interval[0]:.3g} to {interval[1]:.3g}"
+            parts += line_marks.whisker(frame, x, interval, one.colour)
+        parts.append(line_marks.marker(frame.x(x), frame.y(y), one.colour, hover, hollow=count < FEW_OBSERVATIONS))
     return parts
-
-
-def _path(frame: Frame, xs: Sequence[float], ys: Sequence[float | None], css: str) -> str:
-    """A polyline that starts anew after every gap."""
-    steps, pen_down = [], False
-    for x, y in zip(xs, ys, strict=True):
-        if y is None:
-            pen_down = False
-            continue
-        clipped = min(max(y, frame.y_range[0]), frame.y_range[1])
-        steps.append(f"{'L' if pen_down else 'M'}{frame.x(x):.1f},{frame.y(clipped):.1f}")
-        pen_down = True
-    return f'<path d="{" ".join(steps)}" class="{css}"/>'
-
-
-def _marker(x: float, y: float, colour: int, hover: str, *, hollow: bool = False) -> str:
-    """Circle, square, triangle or diamond by colour, so that colour is never the only difference."""
-    title = f"<title>{escape(hover)}</title>"
-    css = f"s{colour} hollow" if hollow else f"f{colour} point"
-    shape = colour % 4
-    if shape == 1:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.2" class="{css}">{title}</circle>'
-    outlines: dict[int, list[tuple[float, float]]] = {
-        0: [(-4.5, 0), (0, -4.5), (4.5, 0), (0, 4.5)],
-        2: [(-4, -4), (4, -4), (4, 4), (-4, 4)],
-        3: [(0, -5), (4.8, 4), (-4.8, 4)],
-    }
-    outline = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in outlines[shape])
-    return f'<polygon points="{outline}" class="{css}">{title}</polygon>'
 
 
 def _end_labels(frame: Frame, series: Sequence[Series]) -> list[str]:
@@ -181,16 +190,17 @@ def _end_labels(frame: Frame, series: Sequence[Series]) -> list[str]:
     ends = []
     for one in series:
         points = one.points()
-        values = _running_mean([y for _, y in points]) if len(points) > MANY_POINTS else [y for _, y in points]
+        values = (
+            line_marks.running_mean([y for _, y in points]) if len(points) > MANY_POINTS else [y for _, y in points]
+        )
         ends.append((frame.y(values[-1]), frame.x(points[-1][0]), one))
     ends.sort(key=lambda end: end[0])
     heights = spread([end[0] for end in ends], _LABEL_GAP, frame.top + 4, frame.bottom)
-    parts, room = [], WIDTH - frame.right - 14
+    parts = []
     for (y, x, one), label_y in zip(ends, heights, strict=True):
         if abs(label_y - y) > 3 or frame.right - x > 12:
             parts.append(svg.line(x + 7, y, frame.right + 11, label_y, f"s{one.colour} leader"))
-        name = svg.shorten(one.label, room)
-        parts.append(svg.text(frame.right + 14, label_y + 4.5, name, f"f{one.colour} name"))
+        parts.append(svg.text(frame.right + 14, label_y + 4.5, one.label, f"f{one.colour} name"))
     return parts
 
 
@@ -204,13 +214,6 @@ def spread(positions: Sequence[float], gap: float, low: float, high: float) -> l
         moved[index] = min(moved[index], ceiling)
         ceiling = moved[index] - gap
     return moved
-
-
-def _running_mean(values: Sequence[float]) -> list[float]:
-    """Centred mean over about a twentieth of the curve."""
-    half = max(1, len(values) // 40)
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 def bar_chart(bars: Sequence[Bar], *, label: str, x_label: str, unit: str = "", reference: float | None = None) -> str:

@@ -246,12 +246,14 @@ def losslessness(rows: Sequence[Row], explained: Sequence[dict[str, Any]]) -> st
         state = '<span class="good">✓ identical</span>' if same else '<span class="bad">differs</span>'
         first = check["first_divergences"][0] if check["first_divergences"] else None
         where = f"prompt {first['prompt_id']}, token {first['position']}" if first else DASH
+        gap = number(check.get("max_margin_ulp"), 1)
         body.append(
             f"<tr><td>{escape(method_label(row['method']))}</td><td class=text>{escape(row['benchmark'])}</td>"
             f"<td class=text>{escape(where)}</td><td>{check['checked']}</td><td>{check['identical']}</td>"
-            f"<td>{state}</td></tr>"
+            f"<td>{state}</td><td>{gap}</td></tr>"
         )
-    head = ("method", "benchmark", "first divergence", "outputs compared", "identical", "verdict")
+    head = ("method", "benchmark", "first divergence", "outputs compared", "identical", "verdict",
+            "largest gap of candidates, in spacings")  # fmt: skip
     return section("Losslessness", lead, table(head, body, num_text=3), *(_margins(one) for one in explained))
 
 
@@ -271,4 +273,5 @@ def _margins(found: dict[str, Any]) -> str:
         "numbers of that type at the logit's size: a gap of a few spacings is a near-tie that rounding decides; "
         "a large one would be a bug."
     )
-    return table(head, body) + f'<p class="foot">{note}</p>'
+    listed = f"<details><summary>All {len(body)} divergences</summary>{table(head, body)}</details>"
+    return listed + f'<p class="foot">{note}</p>'

@@ -2,7 +2,7 @@
 
 Light and dark follow ``prefers-color-scheme``. Series colours keep a contrast of at least 3:1 against the page in
 both modes and stay apart under the common colour-vision deficiencies (blue / vermilion / green / purple / ochre
-with different lightness, after Okabe & Ito).
+with different lightness, after Okabe & Ito; four more for reports of many methods, told apart by marker as well).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ STYLE = """
   --accent:#0b5fa5; --good:#0a6e50; --bad:#b3341a; --head:#f0f2f6; --streak:#cfe3f7; --streak2:#d6efe4;
   --inside:#ffffff;
   --c0:#6b7585; --c1:#0b62ab; --c2:#c24e0a; --c3:#0a7a5a; --c4:#8a3f9c; --c5:#856a00;
+  --c6:#007c91; --c7:#b3246f; --c8:#7a4b2a; --c9:#5046b8;
   --shadow:0 1px 2px rgba(20,30,50,.05), 0 2px 10px rgba(20,30,50,.05); }
 @media (prefers-color-scheme: dark) { :root {
   --page:#0f1319; --card:#171c24; --ink:#e7ebf1; --muted:#9ca7b6; --rule:#2a323e; --grid:#252c37; --axis:#667182;
   --accent:#7ab8f5; --good:#5fd0a6; --bad:#ff9072; --head:#1d232d; --streak:#1d4469; --streak2:#17493a;
   --inside:#10151c;
   --c0:#98a3b3; --c1:#6db3f8; --c2:#ff9f5a; --c3:#4fcb9f; --c4:#d59be6; --c5:#dcc04a;
+  --c6:#4fd0e6; --c7:#ff8fc0; --c8:#d8a77f; --c9:#a9a1ff;
   --shadow:none; } }
 * { box-sizing:border-box; }
 body { margin:0; background:var(--page); color:var(--ink); font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
@@ -69,6 +71,7 @@ svg .mark { stroke:var(--axis); stroke-width:1.4; stroke-dasharray:4 4; } svg .m
 svg .line { fill:none; stroke-width:2.4; stroke-linejoin:round; stroke-linecap:round; }
 svg .raw { fill:none; stroke-width:1; opacity:.28; } svg .leader { stroke-width:1; opacity:.6;
   stroke-dasharray:2 3; }
+svg .error { stroke-width:1.4; opacity:.75; }
 svg .point { stroke:var(--card); stroke-width:1.3; } svg .whisker { stroke:var(--ink); stroke-width:1.6; }
 svg .name { font-weight:600; } svg .name.ink { fill:var(--ink); }
 svg .value { font-weight:600; font-variant-numeric:tabular-nums; }
@@ -76,11 +79,13 @@ svg .hollow { fill:var(--card); stroke-width:1.6; }
 svg .inside { fill:var(--inside); font-size:12px; font-weight:600; }
 .s0{stroke:var(--c0)} .s1{stroke:var(--c1)} .s2{stroke:var(--c2)}
 .s3{stroke:var(--c3)} .s4{stroke:var(--c4)} .s5{stroke:var(--c5)}
+.s6{stroke:var(--c6)} .s7{stroke:var(--c7)} .s8{stroke:var(--c8)} .s9{stroke:var(--c9)}
 svg .f0{fill:var(--c0)} svg .f1{fill:var(--c1)} svg .f2{fill:var(--c2)} svg .f3{fill:var(--c3)}
-svg .f4{fill:var(--c4)}
-svg .f5{fill:var(--c5)}
+svg .f4{fill:var(--c4)} svg .f5{fill:var(--c5)} svg .f6{fill:var(--c6)} svg .f7{fill:var(--c7)}
+svg .f8{fill:var(--c8)} svg .f9{fill:var(--c9)}
 .b0{background:var(--c0)} .b1{background:var(--c1)} .b2{background:var(--c2)} .b3{background:var(--c3)}
-.b4{background:var(--c4)} .b5{background:var(--c5)}
+.b4{background:var(--c4)} .b5{background:var(--c5)} .b6{background:var(--c6)} .b7{background:var(--c7)}
+.b8{background:var(--c8)} .b9{background:var(--c9)}
 .prompt { color:var(--muted); white-space:pre-wrap; overflow-wrap:anywhere; border-left:3px solid var(--rule);
   padding:2px 0 2px 14px; margin:10px 0 16px; font-size:.94rem; }
 .gen { white-space:pre-wrap; overflow-wrap:anywhere; line-height:2; margin:8px 0 0; font-size:.97rem; }

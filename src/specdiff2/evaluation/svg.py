@@ -14,19 +14,25 @@ from itertools import pairwise
 
 WIDTH = 480
 FONT = 15  # the largest size the style sheet sets (on phones); room is kept for it everywhere
-_CHARACTER = 0.62  # mean width of a bold character in font sizes; labels get room by this estimate
+# widths of bold characters of a wide font (DejaVu Sans Bold) in font sizes: labels get room by these
+_NARROW, _WIDE = (
+    frozenset("ijltfr.,:;'|!()[] -_/"),
+    frozenset("mwMW@%=+<>\N{MULTIPLICATION SIGN}\N{HORIZONTAL ELLIPSIS}"),
+)
 
 
 def text_width(text: str, size: float = FONT) -> float:
-    """Estimated width of a line of text."""
-    return _CHARACTER * size * len(text)
+    """Estimated width of a line of text, rather too wide than too narrow."""
+    return size * sum(0.5 if c in _NARROW else 1.05 if c in _WIDE else 0.8 if c.isupper() else 0.71 for c in text)
 
 
 def shorten(text: str, max_width: float, size: float = FONT) -> str:
     """The text, cut with an ellipsis where it would not fit."""
     if text_width(text, size) <= max_width:
         return text
-    kept = max(1, int(max_width / (_CHARACTER * size)) - 1)
+    kept = len(text)
+    while kept > 1 and text_width(text[:kept], size) + 1.05 * size > max_width:
+        kept -= 1
     return text[:kept].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
@@ -91,7 +97,7 @@ def document(body: Sequence[str], height: float, label: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Plot area in a drawing and the scales of its two axes."""
+    """Plot area in a drawing and the scales of its two axes; ``log_x`` makes the horizontal one logarithmic."""
 
     left: float
     right: float
@@ -99,9 +105,12 @@ class Frame:
     bottom: float
     x_range: tuple[float, float]
     y_range: tuple[float, float]
+    log_x: bool = False
 
     def x(self, value: float) -> float:
         low, high = self.x_range
+        if self.log_x:
+            low, high, value = math.log(low), math.log(high), math.log(value)
         return self.left + (value - low) / (high - low) * (self.right - self.left)
 
     def y(self, value: float) -> float:

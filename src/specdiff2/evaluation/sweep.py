@@ -1,17 +1,16 @@
-"""Merges the jobs of a sweep: one table, CSV, JSON and a page with a curve over every swept variable.
+"""Merges the jobs of a sweep into one table (CSV, Parquet, JSON) and a page with a plot over every swept variable.
 
-Reads ``summary.json``, ``.hydra/overrides.yaml`` and ``status.json`` / ``traceback.txt`` of every job folder.
-A job that failed or never finished is listed with its error; nothing is taken from it.
+Evaluations and trainings alike. A job that failed, was killed or never started is listed with its reason; nothing is
+taken from it. Where a sweeper searched for the fastest settings, the jobs are in order of what it maximised and the
+best settings are in ``best.yaml``. Works on the files alone (``sweep_jobs``), so a sweep can be merged again any time.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import os
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,191 +18,110 @@ import yaml
 
 from specdiff2.evaluation.json_files import read_json, write_json
 from specdiff2.evaluation.report_sweep import sweep_page
-from specdiff2.evaluation.table import MEASURED, lossless_note, measured_cells, method_label
-from specdiff2.types import ConfigError, CorruptFileError
+from specdiff2.evaluation.sweep_axes import Axis, make_axis
+from specdiff2.evaluation.sweep_jobs import (
+    SweepJob,
+    job_value,
+    overlap_note,
+    parse_value,
+    read_jobs,
+    read_plan,
+    swept_keys,
+)
+from specdiff2.evaluation.sweep_table import is_training, merged_table, to_csv, write_parquet
+from specdiff2.evaluation.sweep_training import shared_note
+from specdiff2.evaluation.table import lossless_note
+from specdiff2.types import ConfigError
 
 Row = dict[str, Any]
-_LISTS = ("accept_rate", "survival", "num_reached")  # in the JSON, too long for a CSV cell
-_NESTED = ("accuracy", "lossless_check")  # objects, or null: their parts become columns
-
-
-@dataclass(frozen=True, slots=True)
-class SweepJob:
-    """One job folder. ``status`` is ``done``, ``failed`` or ``running`` (killed or not finished)."""
-
-    name: str
-    folder: Path
-    overrides: dict[str, str]
-    status: str
-    rows: list[Row] = field(default_factory=list)
-    error: str = ""
-    traceback: str = ""
+BEST_FILE = "best.yaml"
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The merged sweep; ``str()`` is the printed table with the paths of the files written."""
+    """The merged sweep; ``str()`` is the printed table with the paths of the files written.
+
+    ``rows`` hold ``job``, the columns of ``swept``, and what the job measured; ``notes`` are sentences about them.
+    """
 
     folder: Path
     swept: list[str]
     rows: list[Row]
     failed: list[SweepJob]
     files: list[Path]
+    axes: list[Axis]
+    notes: list[str]
 
     def __str__(self) -> str:
-        note = lossless_note(self.rows)
-        lines = [merged_table(self.rows, self.swept), *([note] if note else [])]
-        lines += [f"job {job.name} {job.status}: {job.error or 'no error recorded'}" for job in self.failed]
+        lines = [merged_table(self.rows, self.axes), *self.notes]
+        lines += [f"job {job.name} {job.why()}" for job in self.failed]
         return "\n".join([*lines, "", "sweep: " + ", ".join(str(path) for path in self.files)])
 
 
 def merge_jobs(sweep_folder: Path | str) -> SweepResult:
-    """Write ``sweep.csv``, ``sweep.json`` and ``sweep.html`` into the sweep folder.
+    """Write ``sweep.csv``, ``sweep.parquet``, ``sweep.json`` and ``sweep.html`` into the sweep folder.
 
     Raises:
         ConfigError: the folder holds no jobs.
         CorruptFileError: a job's file cannot be read.
     """
     folder = Path(sweep_folder)
-    jobs = read_jobs(folder)
+    jobs, search = read_jobs(folder), read_plan(folder).search
     if not jobs:
         raise ConfigError(
             f"sweep folder {folder} holds no jobs: expected subfolders with .hydra/overrides.yaml; "
             "start a sweep with `python eval.py -m sampler.K=1,4,8`"
         )
-    taken = {"job", *(key for job in jobs for row in job.rows for key in row)}
-    # `benchmark` is both an override and a result: neither may hide the other
-    columns = {key: f"override.{key}" if key in taken else key for key in swept_keys(jobs)}
-    swept = list(columns.values())
+    values = {job.name: job_value(job) for job in jobs}
+    if search:
+        jobs.sort(key=lambda job: -(values[job.name] or 0.0))
+    columns = _columns(jobs)
     rows = [
         {"job": job.name, **{name: parse_value(job.overrides.get(key)) for key, name in columns.items()}, **row}
         for job in jobs
         for row in job.rows
     ]
+    axes = [make_axis(name, [row[name] for row in rows]) for name in columns.values()]
     failed = [job for job in jobs if job.status != "done"]
-    paths = [folder / name for name in ("sweep.csv", "sweep.json", "sweep.html")]
+    notes = [shared_note(rows) if is_training(rows) else lossless_note(rows)]
+    notes += [overlap_note(jobs), _write_best(folder, jobs[0], values[jobs[0].name]) if search else ""]
+    notes = [note for note in notes if note]
+    files = _write_files(folder, jobs, rows, axes)
+    _write(files[-1], sweep_page(axes, rows, failed, notes))
+    return SweepResult(folder, list(columns.values()), rows, failed, files, axes, notes)
+
+
+def _columns(jobs: Sequence[SweepJob]) -> dict[str, str]:
+    """Swept override -> column. ``benchmark`` is both an override and a result: neither may hide the other."""
+    taken = {"job", *(key for job in jobs for row in job.rows for key in row)}
+    return {key: f"override.{key}" if key in taken else key for key in swept_keys(jobs)}
+
+
+def _write_files(folder: Path, jobs: Sequence[SweepJob], rows: Sequence[Row], axes: Sequence[Axis]) -> list[Path]:
+    """Everything but the page, whose path comes last."""
+    files = [folder / name for name in ("sweep.csv", "sweep.parquet", "sweep.json", "sweep.html")]
     listed = [
         {"job": job.name, "status": job.status, "overrides": job.overrides, "error": job.error or None} for job in jobs
     ]
-    _write(paths[0], to_csv(rows))
-    write_json(paths[1], {"swept": swept, "jobs": listed, "rows": rows})
-    _write(paths[2], sweep_page(swept, rows, [(job.name, job.overrides, job.error, job.traceback) for job in failed]))
-    return SweepResult(folder, swept, rows, failed, paths)
+    _write(files[0], to_csv(rows))
+    partial = folder / "sweep.parquet.partial"
+    write_parquet(partial, rows)
+    os.replace(partial, files[1])
+    write_json(files[2], {"swept": [axis.key for axis in axes], "jobs": listed, "rows": rows})
+    return files
 
 
-def read_jobs(folder: Path) -> list[SweepJob]:
-    """Job folders by number, then name."""
-    found = {path.parent.parent for path in folder.glob("*/.hydra/overrides.yaml")}
-    found |= {path.parent for path in folder.glob("*/status.json")}
-    ordered = sorted(
-        found, key=lambda path: (not path.name.isdigit(), int(path.name) if path.name.isdigit() else 0, path.name)
-    )
-    return [_read_job(path) for path in ordered]
-
-
-def _read_job(folder: Path) -> SweepJob:
-    status = _read_object(folder / "status.json") or {}
-    summary = _read_object(folder / "summary.json")
-    # without a status file (another launcher) a summary is the sign of a finished job
-    state = str(status.get("status") or ("done" if summary is not None else "failed"))
-    log = folder / "traceback.txt"
-    return SweepJob(
-        name=folder.name,
-        folder=folder,
-        overrides=_read_overrides(folder, status),
-        status=state,
-        # a failed job may hold the summary of an earlier try: its rows would be mistaken for this one's
-        rows=list(summary["rows"]) if summary is not None and state == "done" else [],
-        error=str(status.get("error") or ""),
-        traceback=log.read_text(encoding="utf-8") if log.exists() else str(status.get("traceback") or ""),
-    )
-
-
-def _read_overrides(folder: Path, status: dict[str, Any]) -> dict[str, str]:
-    path = folder / ".hydra" / "overrides.yaml"
-    entries = status.get("overrides") or []
-    if path.exists():
-        entries = yaml.safe_load(path.read_text(encoding="utf-8")) or []
-    if not isinstance(entries, list):
-        raise CorruptFileError(f"{path} holds {type(entries).__name__}: expected a list of overrides")
-    pairs = (str(entry).partition("=") for entry in entries)
-    return {key.lstrip("+~"): value for key, _, value in pairs}
-
-
-def swept_keys(jobs: Sequence[SweepJob]) -> list[str]:
-    """Overridden keys whose value is not the same in all jobs, in order of appearance."""
-    keys = dict.fromkeys(key for job in jobs for key in job.overrides)
-    return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
-
-
-def parse_value(text: str | None) -> str | int | float | None:
-    """A number where the override is one."""
-    if text is None:
-        return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-    """One line per row; intervals as two columns, curves left to the JSON."""
-    flat = [_flat(row) for row in rows]
-    columns = list(dict.fromkeys(key for row in flat for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
-
-
-def _flat(row: Row) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in row.items():
-        if key in _LISTS or (value is None and key in _NESTED):
-            continue
-        if key.endswith("_ci"):
-            low, high = value if value is not None else ("", "")
-            out |= {f"{key}_low": low, f"{key}_high": high}
-        elif isinstance(value, dict):
-            out |= {f"{key}_{name}": part for name, part in value.items() if not isinstance(part, (dict, list))}
-        elif isinstance(value, list):
-            out[key] = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        else:
-            out[key] = "" if value is None else value
-    return out
-
-
-def merged_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
-    """Aligned plain text: swept values, method, numbers."""
-    if not rows:
-        return "no finished job"
-    many = len({row["benchmark"] for row in rows}) > 1
-    head = [*swept, *(["benchmark"] if many else []), "method", *MEASURED]
-    cells = [head] + [_cells(row, swept, many) for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    num_text = len(head) - len(MEASURED)
-    lines = [
-        "  ".join(c.ljust(w) if i < num_text else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in cells
-    ]
-    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def _cells(row: Row, swept: Sequence[str], many: bool) -> list[str]:
-    return [
-        *(str(row[key]) if row[key] is not None else "" for key in swept),
-        *([row["benchmark"]] if many else []),
-        method_label(row["method"]),
-        *measured_cells(row),
-    ]
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    value = read_json(path, "a job's file; run the job again")
-    return value if isinstance(value, dict) else None
+def _write_best(folder: Path, job: SweepJob, value: float | None) -> str:
+    """``best.yaml`` of a search and one sentence about it; nothing where no job has a result."""
+    if value is None:
+        return ""
+    what = "best streak" if is_training(job.rows) else "tokens_per_s"
+    overrides = [f"{key}={text}" for key, text in job.overrides.items() if key != "run_id"]
+    command = str((read_json(job.folder / "run.json", "a run's file; run the job again") or {}).get("command") or "")
+    program = shlex.split(command)[:2] or ["python", "eval.py"]
+    found = {"job": job.name, what: value, "overrides": overrides, "command": shlex.join([*program, *overrides])}
+    _write(folder / BEST_FILE, yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=1000))
+    return f"best settings, {value:.4g} {what.replace('_per_', '/')}: {' '.join(overrides)} (in {folder / BEST_FILE})"
 
 
 def _write(path: Path, content: str) -> None:

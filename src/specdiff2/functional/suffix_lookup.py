@@ -2,8 +2,8 @@
 
 A text that repeats itself (code that restates its question, a solution that restates a number) is drafted for free
 by copying. ``SuffixLookup`` finds the longest suffix of at most ``max_ngram`` tokens that occurred before, its latest
-occurrence, and the tokens behind it. How far such copies can be trusted is learned while decoding: the chance that
-one more copied token is right, separately for each length of the matched suffix, from a weak prior.
+(or first) occurrence, and the tokens behind it. How far such copies can be trusted is learned while decoding: the
+chance that one more copied token is right, separately for each length of the matched suffix, from a weak prior.
 
 Pure bookkeeping on token ids; it knows no model and no tree.
 
@@ -38,17 +38,19 @@ class SuffixLookup:
     Args:
         tokens: what is committed at the start.
         max_ngram: longest suffix that is looked up.
+        earliest: copy from the first occurrence of the suffix instead of the latest.
 
     Raises:
         ConfigError: ``max_ngram`` below 1.
     """
 
-    def __init__(self, tokens: Sequence[int], max_ngram: int) -> None:
+    def __init__(self, tokens: Sequence[int], max_ngram: int, *, earliest: bool = False) -> None:
         if isinstance(max_ngram, bool) or max_ngram < 1:
             raise ConfigError(f"lookup_ngram={max_ngram!r}: expected an integer >= 1")
         self._max_ngram = max_ngram
+        self._earliest = earliest
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token behind its latest occurrence
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token behind that occurrence
         self._right = [0.0] * len(PRIOR_MEANS)
         self._seen = [0.0] * len(PRIOR_MEANS)
         self.extend(tokens)
@@ -58,7 +60,8 @@ class SuffixLookup:
         for token in tokens:
             end = len(self._tokens)
             for size in range(1, min(self._max_ngram, end) + 1):
-                self._after[tuple(self._tokens[end - size : end])] = end
+                ngram = tuple(self._tokens[end - size : end])
+                self._after[ngram] = self._after.get(ngram, end) if self._earliest else end
             self._tokens.append(token)
 
     def find(self, max_tokens: int) -> Copy | None:

@@ -69,7 +69,7 @@ class BlockDrafterConfig:
             raise ConfigError(f"layer_indices={self.layer_indices!r}: expected {self.num_layers} (num_layers) indices")
         _check_conditioning(self)
         if self.draft_vocab_ids is not None:
-            _check_draft_vocab(self.draft_vocab_ids, self.vocab_size)
+            check_draft_vocab(self.draft_vocab_ids, self.vocab_size)
         if self.mask_token_id is not None and self.mask_token_id in (self.draft_vocab_ids or ()):
             raise ConfigError(f"mask_token_id={self.mask_token_id}: expected an id that is not in draft_vocab_ids")
 
@@ -174,7 +174,8 @@ def choose_layers(num_layers: int, num_available: int, given: Sequence[int] | No
     return list(range(num_available - num_layers, num_available)) if last else evenly
 
 
-def _check_draft_vocab(ids: Sequence[int], vocab_size: int) -> None:
+def check_draft_vocab(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ConfigError: no id, one outside the vocabulary, or one twice."""
     if not ids:
         raise ConfigError("draft_vocab_ids is empty: expected at least one id; use null to draft from every token")
     outside = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]

@@ -1,12 +1,13 @@
-"""A block drafter as a plain causal language model, and loading of such models as assistants of HF generation.
+"""A block drafter as a plain causal language model, and loading of such models as assistants of the verifier.
 
 A shifted drafter with a causal prefix reads position 1 of its window from the anchor's own row, and that row sees the
 tokens up to the anchor and nothing of the window. So position 1 is an autoregressive model of ``num_layers`` layers
 with the verifier's embedding and head; trained with gamma=1 the drafter is nothing else. Here it is written as a folder
 that ``AutoModelForCausalLM`` loads: the fair opponent of a block drafter, since it has the same layers.
 
-A cut draft vocabulary has no place in such a model: its config lists the draftable ids under ``draft_vocab_ids``, which
-``load_assistant`` turns into a head bias and transformers alone ignores.
+A cut draft vocabulary has no place in such a folder: its config lists the draftable ids under ``draft_vocab_ids``,
+which ``load_assistant`` turns into a head bias and transformers alone ignores. Our own decoding (``models.ar_drafter``)
+cuts the head instead.
 """
 
 from __future__ import annotations
@@ -14,28 +15,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdiff2.models.block_drafter_config import BlockDrafterConfig
 from specdiff2.models.drafter_files import BLOCK_FORMAT, CONFIG_FILE, WEIGHTS_FILE
+from specdiff2.models.hub import find_on_hub
 from specdiff2.models.layer_stack import PLAIN_TYPES, base_of
 from specdiff2.models.loading import check_folder, load_model_and_tokenizer, resolve_source
 from specdiff2.models.pretrained import load_drafter, read_drafter_config
 from specdiff2.models.verifier import HFVerifier
+from specdiff2.models.wheel_checkpoint import WHEEL_PREFIX, default_cache_dir
 from specdiff2.types import ConfigError, CorruptFileError
 
 if TYPE_CHECKING:
     from specdiff2.models.block_drafter import BlockDrafter
 
 _DRAFT_VOCAB = "draft_vocab_ids"  # key in the exported config.json
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")  # what is a path to nowhere otherwise
 
 
 @torch.no_grad()
@@ -54,7 +59,7 @@ def export_causal_lm(drafter: BlockDrafter, verifier: HFVerifier, folder: str | 
     refuse_unexportable(drafter.config, drafter.state_dict(), "drafter")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        _causal_lm(drafter, verifier).save_pretrained(temporary)
+        causal_lm(drafter, verifier).save_pretrained(temporary)
         if verifier.tokenizer is not None:
             verifier.tokenizer.save_pretrained(temporary)
         os.replace(temporary, folder)
@@ -63,19 +68,20 @@ def export_causal_lm(drafter: BlockDrafter, verifier: HFVerifier, folder: str | 
     return folder
 
 
-def load_assistant(source: str | Path, verifier: HFVerifier, cache_dir: str | Path) -> HFVerifier:
+def load_assistant(source: str | Path, verifier: HFVerifier, cache_dir: str | Path | None) -> HFVerifier:
     """``source`` as an assistant of ``verifier``: its dtype, device and attention, packed where its linears are.
 
     Args:
         source: a drafter folder of ours, exported into ``cache_dir`` once, or whatever names a causal LM
             (``models.loading``).
+        cache_dir: None: the cache folder of converted verifiers.
 
     Raises:
         ConfigError, CorruptFileError: it cannot be loaded, or is a drafter that cannot be exported.
         MismatchError: a drafter that was trained for another verifier.
     """
     if is_drafter_folder(source):
-        source = _exported(Path(source), verifier, Path(cache_dir))
+        source = _exported(Path(source), verifier, Path(cache_dir or default_cache_dir()))
     model, tokenizer = load_model_and_tokenizer(
         source,
         dtype=str(verifier.dtype).removeprefix("torch."),
@@ -87,37 +93,57 @@ def load_assistant(source: str | Path, verifier: HFVerifier, cache_dir: str | Pa
     return HFVerifier(model, tokenizer, name=str(source), pack_weights=verifier.num_packed > 0)
 
 
-def check_assistant_source(source: str, cache_dir: str | Path) -> None:
-    """What can be known about an assistant before the verifier loads.
+def check_assistant_source(source: str, cache_dir: str | Path | None, label: str = "assistant") -> None:
+    """What can be known about an assistant before the verifier loads; ``label``: the setting that named it.
 
     Raises:
         ConfigError: nothing of that name, or a drafter that is not autoregressive.
         CorruptFileError: a damaged folder.
     """
     if is_drafter_folder(source):
-        refuse_unexportable(read_drafter_config(source), _tensor_names(Path(source)), f"assistant={source!r}")
+        refuse_unexportable(read_drafter_config(source), _tensor_names(Path(source)), f"{label}={source!r}")
         return
     folder = resolve_source(source, cache_dir=cache_dir)
     if Path(folder).is_dir():
         check_folder(Path(folder))
         return
     try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0]
+        find_on_hub(folder)
+    except ConfigError as error:
         raise ConfigError(
-            f"assistant={source!r}: no such folder, and no model of that name can be fetched ({reason}); expected a "
-            "drafter folder written by train.py with model.gamma=1, a folder of a causal language model, or a hub id"
+            f"{label}={source!r}: no such folder, and no model of that name can be fetched ({error}); expected a "
+            "drafter folder written by train.py, a folder of a causal language model, or a hub id"
         ) from error
 
 
+def is_causal_source(source: str | Path) -> bool:
+    """Whether ``source`` names a model that drafts token by token: a folder or hub id of a causal language model, or a
+    folder of one of our drafters that is one. Nothing is loaded, and a hub id is not looked for.
+
+    Raises:
+        CorruptFileError: a damaged drafter folder.
+    """
+    if is_drafter_folder(source):
+        return is_autoregressive(read_drafter_config(source))
+    text, folder = str(source), Path(source).expanduser()
+    if folder.is_dir():
+        record = peek_config(folder)
+        return "format" not in record and "model_type" in record
+    return text.startswith(WHEEL_PREFIX) or text.endswith(".gguf") or _HUB_ID.fullmatch(text) is not None
+
+
+def is_autoregressive(config: object) -> bool:
+    """Whether a drafter of this configuration drafts one token a pass from committed tokens alone, and nothing else."""
+    return (
+        isinstance(config, BlockDrafterConfig)
+        and (config.gamma, config.denoising_steps, config.markov_rank) == (1, 1, 0)
+        and (config.shifted, config.attention, config.conditioning) == (True, "causal_prefix", "none")
+    )
+
+
 def is_drafter_folder(source: str | Path) -> bool:
-    """Whether ``source`` is a folder written by ``save_drafter``."""
-    try:
-        record = json.loads((Path(source) / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and record.get("format") == BLOCK_FORMAT
+    """Whether ``source`` is a folder of a block drafter written by ``save_drafter``."""
+    return peek_config(source).get("format") == BLOCK_FORMAT
 
 
 def refuse_unexportable(config: BlockDrafterConfig, tensor_names: Iterable[str], label: str) -> None:
@@ -147,7 +173,8 @@ def refuse_unexportable(config: BlockDrafterConfig, tensor_names: Iterable[str],
         )
 
 
-def _causal_lm(drafter: BlockDrafter, verifier: HFVerifier) -> PreTrainedModel:
+def causal_lm(drafter: BlockDrafter, verifier: HFVerifier, attn_implementation: str = "sdpa") -> PreTrainedModel:
+    """Layers and norm of the drafter between the verifier's embedding and head, all copied."""
     embedding: Any = verifier.model.get_input_embeddings()
     head: Any = verifier.model.get_output_embeddings()
     config = AutoConfig.for_model(**drafter.config.base_config)
@@ -158,7 +185,10 @@ def _causal_lm(drafter: BlockDrafter, verifier: HFVerifier) -> PreTrainedModel:
         setattr(config, name, getattr(verifier.config, name, None))
     if len(drafter.draft_vocab_ids) < drafter.vocab_size:
         setattr(config, _DRAFT_VOCAB, drafter.draft_vocab_ids.tolist())
-    model = _untrained(config, drafter.dtype)
+    with torch.random.fork_rng(devices=[]):  # random weights, all overwritten: leave the caller's generator alone
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=drafter.dtype, attn_implementation=attn_implementation
+        )
     base = base_of(model)
     base.layers.load_state_dict(drafter.stack.layers.state_dict())
     base.norm.load_state_dict(drafter.stack.norm.state_dict())
@@ -167,9 +197,13 @@ def _causal_lm(drafter: BlockDrafter, verifier: HFVerifier) -> PreTrainedModel:
     return model
 
 
-def _untrained(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    with torch.random.fork_rng(devices=[]):  # random weights, all overwritten: leave the caller's generator alone
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+def cut_head(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Leave only the rows ``ids`` of the head, in this order: the others are never computed again."""
+    head: Any = model.get_output_embeddings()
+    rows = torch.tensor(list(ids), device=head.weight.device)
+    small = nn.Linear(head.in_features, len(rows), head.bias is not None, head.weight.device, head.weight.dtype)
+    small.load_state_dict({name: tensor[rows] for name, tensor in head.state_dict().items()})
+    model.set_output_embeddings(small)
 
 
 def _silence_undraftable(model: PreTrainedModel) -> None:
@@ -193,6 +227,15 @@ def _exported(folder: Path, verifier: HFVerifier, cache_dir: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         export_causal_lm(drafter, verifier, target)
     return target
+
+
+def peek_config(folder: str | Path) -> dict[str, Any]:
+    """``config.json`` of a folder; empty where there is none to read, which loading will explain."""
+    try:
+        record = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _tensor_names(folder: Path) -> list[str]:

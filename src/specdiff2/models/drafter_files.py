@@ -1,7 +1,7 @@
 """What every saved drafter shares: a folder with a ``config.json``, replaced as a whole or not at all, never half-read.
 
 Knows folders, digests and which verifier a drafter belongs to, not what a drafter's tensors mean: that is
-``models.pretrained`` (block drafters) and ``models.masked_lm_files`` (masked-diffusion LMs).
+``models.pretrained`` (block drafters, EAGLE heads) and ``models.masked_lm_files`` (masked-diffusion LMs).
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ CARD_FILE = "README.md"  # the model card of a shipped drafter
 CARD_MARK = "<!-- Model card written by specdiff2: written again whenever the drafter is, own edits are lost. -->"
 BLOCK_FORMAT = "specdiff2-block-drafter"
 MASKED_LM_FORMAT = "specdiff2-masked-lm"
+EAGLE_FORMAT = "specdiff2-eagle"
 # Block drafters, 1: before conditioning and the Markov head, whose keys then have their defaults.
-READABLE_VERSIONS = {BLOCK_FORMAT: (1, 2), MASKED_LM_FORMAT: (1,)}
-_OWN_FILES = (CONFIG_FILE, "model*.safetensors", "model.safetensors.index.json", "adapter_*")  # of either format
+READABLE_VERSIONS = {BLOCK_FORMAT: (1, 2), MASKED_LM_FORMAT: (1,), EAGLE_FORMAT: (1,)}
+_OWN_FILES = (CONFIG_FILE, "model*.safetensors", "model.safetensors.index.json", "adapter_*")  # of any format
 
 
 # ---------------------------------------------------------------- writing
@@ -114,7 +115,7 @@ def is_card(path: Path) -> bool:
 
 # ---------------------------------------------------------------- reading
 def read_record(folder: str | Path) -> dict[str, Any]:
-    """``config.json`` of a drafter of either format, whose "format" says how to go on.
+    """``config.json`` of a drafter of any format, whose "format" says how to go on.
 
     Raises:
         CorruptFileError: it is missing, damaged or not a drafter's.
@@ -127,7 +128,8 @@ def read_record(folder: str | Path) -> dict[str, Any]:
     except ValueError as error:  # also UnicodeDecodeError
         raise corrupt(folder, CONFIG_FILE, f"not valid JSON ({error})") from error
     if not isinstance(record, dict) or record.get("format") not in READABLE_VERSIONS:
-        raise corrupt(folder, CONFIG_FILE, f'expected a config with "format": "{BLOCK_FORMAT}" or "{MASKED_LM_FORMAT}"')
+        formats = ", ".join(f'"{name}"' for name in READABLE_VERSIONS)
+        raise corrupt(folder, CONFIG_FILE, f'expected a config with "format": one of {formats}')
     versions = READABLE_VERSIONS[record["format"]]
     if record.get("format_version") not in versions:
         raise MismatchError(

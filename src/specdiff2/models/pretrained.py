@@ -1,9 +1,9 @@
-"""Drafters on disk: ``save_drafter`` and ``load_drafter`` for block drafters, and for masked-diffusion LMs through
-``models.masked_lm_files``; the "format" in ``config.json`` tells which one a folder holds.
+"""Drafters on disk: ``save_drafter`` and ``load_drafter`` for block drafters and EAGLE heads, and for masked-diffusion
+LMs through ``models.masked_lm_files``; the "format" in ``config.json`` tells which one a folder holds.
 
-A block drafter's weights file holds its own trained tensors and nothing of the verifier; the config holds everything
-else (draft vocabulary, window layout, what it was trained for), so training and decoding read the same file. Loading
-never runs code from the folder and never fills a missing tensor with random numbers.
+Their weights file holds their own trained tensors and nothing of the verifier; the config holds everything else (draft
+vocabulary, window layout, what it was trained for), so training and decoding read the same file. Loading never runs
+code from the folder and never fills a missing tensor with random numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.block_drafter_config import BlockDrafterConfig
 from specdiff2.models.drafter_files import (
     BLOCK_FORMAT,
+    EAGLE_FORMAT,
     MASKED_LM_FORMAT,
     WEIGHTS_FILE,
     check_belongs,
@@ -31,6 +32,8 @@ from specdiff2.models.drafter_files import (
     require_files,
     store_drafter,
 )
+from specdiff2.models.eagle_config import EagleConfig
+from specdiff2.models.eagle_drafter import EagleDrafter
 from specdiff2.models.masked_lm_config import MaskedLMConfig
 from specdiff2.models.packed_linear import pack_linears
 from specdiff2.types import ConfigError
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def save_drafter(
-    drafter: BlockDrafter | MaskedLMDrafter,
+    drafter: BlockDrafter | EagleDrafter | MaskedLMDrafter,
     folder: str | Path,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -65,10 +68,8 @@ def save_drafter(
         return save_masked_lm(drafter, folder, extra, dtype=dtype)
     state = drafter.state_dict()
     tensors = {name: tensor.detach().to(device="cpu", dtype=dtype).contiguous() for name, tensor in state.items()}
-    config = drafter.config.to_dict()
-    return store_drafter(
-        folder, BLOCK_FORMAT, config, extra, tensors, lambda new: save_file(tensors, new / WEIGHTS_FILE)
-    )
+    config, name = drafter.config.to_dict(), EAGLE_FORMAT if isinstance(drafter, EagleDrafter) else BLOCK_FORMAT
+    return store_drafter(folder, name, config, extra, tensors, lambda new: save_file(tensors, new / WEIGHTS_FILE))
 
 
 def load_drafter(
@@ -78,7 +79,7 @@ def load_drafter(
     *,
     trainable: bool = False,
     source: str | Path | None = None,
-) -> BlockDrafter | MaskedLMDrafter:
+) -> BlockDrafter | EagleDrafter | MaskedLMDrafter:
     """The drafter saved in ``folder``, around ``verifier``, in eval mode on the verifier's device.
 
     In bfloat16 on a CPU its layers are packed for decoding; with gradients on, packing does nothing.
@@ -100,13 +101,13 @@ def load_drafter(
 
         return load_masked_lm(folder, verifier, dtype, trainable=trainable, source=source)
     if source is not None:
-        raise ConfigError(f"source={str(source)!r}: drafter {folder} is a block drafter, which has no base")
-    require_files(folder, WEIGHTS_FILE)
-    config = _parse_config(record, folder)
+        raise ConfigError(f"source={str(source)!r}: drafter {folder} is no language model, it has no base")
+    config = read_drafter_config(folder)
     check_belongs(config, verifier, folder)
     tensors = read_tensors(record, folder, WEIGHTS_FILE)
     base_config = AutoConfig.for_model(**config.base_config)
-    drafter = BlockDrafter(config, verifier, base_config, dtype=dtype or verifier.dtype)
+    make: Any = EagleDrafter if isinstance(config, EagleConfig) else BlockDrafter
+    drafter: BlockDrafter | EagleDrafter = make(config, verifier, base_config, dtype=dtype or verifier.dtype)
     check_tensors(drafter.state_dict(), tensors, f"drafter {folder}: {WEIGHTS_FILE}")
     drafter.load_state_dict(tensors)
     pack_linears(drafter)
@@ -118,18 +119,16 @@ def read_training_info(folder: str | Path) -> dict[str, Any]:
     return dict(read_record(folder).get("training", {}))
 
 
-def read_drafter_config(folder: str | Path) -> BlockDrafterConfig | MaskedLMConfig:
+def read_drafter_config(folder: str | Path) -> BlockDrafterConfig | EagleConfig | MaskedLMConfig:
     """What the drafter in ``folder`` is, without its weights. Raises as ``load_drafter``."""
     folder = Path(folder)
     record = read_record(folder)
     if record["format"] == MASKED_LM_FORMAT:
         return MaskedLMConfig(**check_keys(record.get("drafter"), _names(MaskedLMConfig), folder))
     require_files(folder, WEIGHTS_FILE)
-    return _parse_config(record, folder)
-
-
-def _parse_config(record: dict[str, Any], folder: Path) -> BlockDrafterConfig:
     values = record.get("drafter")
+    if record["format"] == EAGLE_FORMAT:
+        return EagleConfig(**check_keys(values, _names(EagleConfig), folder))
     if isinstance(values, dict) and record.get("format_version") == 1:
         values = {"conditioning": "none", "feature_layers": [], "markov_rank": 0} | values  # as it was then
     return BlockDrafterConfig(**check_keys(values, _names(BlockDrafterConfig), folder))

@@ -41,7 +41,7 @@ def fit_context_input(drafter: BlockDrafter, rows: Sequence[tuple[Sequence[int],
     if not rows:
         raise ConfigError("fit_context_input: no rollout with enough tokens; sample rollouts first")
     width = drafter.context_input.anchor.in_features
-    anchor, slots = _Regression(width), _Regression(width)
+    anchor, slots = Regression(width), Regression(width)
     for ids, first in rows:
         fused, target = _example(drafter, list(ids), first)
         anchor.add(fused, target)
@@ -72,7 +72,7 @@ def _example(drafter: BlockDrafter, ids: list[int], first: int) -> tuple[Tensor,
     return fused, hidden[context.shape.layer_indices[0]][0, first:].float()
 
 
-class _Regression:
+class Regression:
     """Ridge regression with an intercept from accumulated sums."""
 
     def __init__(self, width: int) -> None:

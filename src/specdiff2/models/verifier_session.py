@@ -35,6 +35,8 @@ class HFVerifierSession:
         self._hidden: tuple[Tensor, ...] | None = None
         self._anchor_hidden: tuple[Tensor, ...] | None = None  # by layer, of the token before the last committed one
         self._path: tuple[tuple[int, ...], Tensor] | None = None  # nodes of the accepted path, on the device
+        # last hidden states (after the final norm) of the prompt but its last token; None where not kept, or none
+        self.prompt_features: Float[Tensor, "token hidden"] | None = None
         self.passes = verifier.passes
         capacity = len(prompt) + max_new_tokens + TREE_HEADROOM
         if self.passes is None:
@@ -46,6 +48,7 @@ class HFVerifierSession:
             _, hidden = verifier.forward(ids, cache=self.cache, logits_to_keep=1)
             if hidden is not None:
                 self._anchor_hidden = tuple(layer[0, -1] for layer in hidden)
+                self.prompt_features = hidden[-1][0]
 
     @property
     def verifier(self) -> HFVerifier:

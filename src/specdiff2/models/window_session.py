@@ -164,6 +164,7 @@ class WindowSession(ABC):
     _sampling: SamplingParams
     _generator: torch.Generator | None = None
     min_confidence: float = 0.0  # drafts end before the argmax chain's probability falls below it; see ``propose``
+    denoising_steps: int | None = None  # passes of a window; None: as the drafter was trained
 
     @property
     @abstractmethod
@@ -240,8 +241,9 @@ class WindowSession(ABC):
 
     def _denoise(self, gamma: int) -> Int[Tensor, " gamma"] | None:
         """Positions fixed by all passes but the last (draft-vocabulary index, -1 where open); None with one pass."""
-        steps = min(self._drafter.config.denoising_steps, gamma)  # more steps than positions: nothing left to say
-        if self._drafter.config.denoising_steps == 1:
+        asked = self.denoising_steps or self._drafter.config.denoising_steps
+        steps = min(asked, gamma)  # more steps than positions: nothing left to say
+        if asked == 1:
             return None
         fixed = torch.full((gamma,), -1, device=self._drafter.device)
         for steps_left in range(steps, 1, -1):

@@ -127,7 +127,7 @@ def run_entry_point(main: Callable[[], Any], config_dir: Path) -> None:
               f"with {_how_to_continue()}; what was written stays", file=sys.stderr)  # fmt: skip
         sys.exit(1)
     except KeyboardInterrupt:
-        finish_sweep()
+        finish_sweep(wait=False)
         print(f"\ninterrupted; what was written stays. Rerun with {_how_to_continue()} to go on.", file=sys.stderr)
         sys.exit(130)
     finally:

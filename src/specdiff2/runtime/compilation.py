@@ -12,7 +12,9 @@ from typing import Any
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.decoding.engine import Drafting
 from specdiff2.decoding.ensemble import single_drafters
+from specdiff2.decoding.prompt_lookup import PromptLookupDrafter
 from specdiff2.decoding.speculative import SpeculativeDecoder
+from specdiff2.models.ar_drafter import ARDrafter
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.compiled import NODE_BUCKETS, find_compiler
 from specdiff2.models.dtypes import pick_device
@@ -64,9 +66,11 @@ def warm_passes(
         if isinstance(decoder, SpeculativeDecoder):
             counts |= node_counts(*tree_sizes(decoder.drafting))
             for drafter in single_drafters(decoder.drafting.drafter):
-                if isinstance(drafter, BlockDrafter) and verifier.passes.can_draft(drafter):
+                if isinstance(drafter, ARDrafter):  # a model of its own, with passes of its own
+                    drafter.warm(longest_prompt + max_new_tokens + TREE_HEADROOM)
+                elif isinstance(drafter, BlockDrafter) and verifier.passes.can_draft(drafter):
                     drafters.append(drafter)
-                else:
+                elif not isinstance(drafter, PromptLookupDrafter):  # which has no pass at all
                     log.warning("%s: this drafter has no compiled pass and drafts in eager mode", name)
         elif not isinstance(decoder, AutoregressiveDecoder):
             log.warning("%s: runs in eager mode; compare it with others in a run with runtime.compile=false", name)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from specdiff2.evaluation.budgeted_settings import BudgetSection
+from specdiff2.runtime.speed_law_settings import SpeedLawSection
 from specdiff2.types import ConfigError
 
 Node = Mapping[str, Any]
@@ -55,6 +57,8 @@ class DataSection:
     folder: str | None
     train_prompts: Node
     val_prompts: Node
+    never: Node | Sequence[str] | None
+    drop_overlap: bool
     rollouts: Node
     module: Node
     draft_vocab_size: int | None
@@ -125,12 +129,15 @@ class TrainConfig:
 class EvalConfig:
     """Top level of ``conf/eval.yaml``."""
 
+    task: Literal["decode", "budgeted", "speed_law"]
     verifier: Node
     model: Node
     sampler: Node
     methods: Node | None
     grid: Node | None
     benchmark: Node
+    budget: BudgetSection
+    speed_law: SpeedLawSection
     paths: Paths
     hardware: HardwareSection
     preflight: bool | float
@@ -138,6 +145,7 @@ class EvalConfig:
     drafter: str
     prompt: str | None
     baseline: bool
+    drop_overlap: bool
     max_new_tokens: int
     stop: Sequence[str]
     stop_ids: Sequence[int]
@@ -149,7 +157,7 @@ class EvalConfig:
     run_id: str
 
 
-SECTIONS = (Paths, DataSection, RuntimeSection, HardwareSection)
+SECTIONS = (Paths, DataSection, RuntimeSection, HardwareSection, BudgetSection, SpeedLawSection)
 
 
 def validate(config: Node, schema: type) -> None:

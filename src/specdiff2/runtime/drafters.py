@@ -1,7 +1,7 @@
 """The drafter that ``train.py`` trains: a fresh one that fits the rollouts, or one to start from.
 
-A conditioned drafter also gets the memory of what the verifier said about each rollout, and a fresh one its first
-input projections. Wiring only.
+A conditioned drafter (or EAGLE head) also gets the memory of what the verifier said about each rollout, and a fresh one
+its first input projections. Wiring only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from specdiff2.data.retokenize import retokenize_rollouts
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.data.windows import draft_vocabulary, first_anchor
 from specdiff2.models.block_drafter_config import BlockDrafterConfig, check_conditioning
+from specdiff2.models.eagle_config import EagleConfig
+from specdiff2.models.eagle_drafter import EagleDrafter
+from specdiff2.models.eagle_start import fit_fc
 from specdiff2.models.masked_lm_config import MaskedLMConfig
 from specdiff2.models.pretrained import load_drafter, read_drafter_config
 from specdiff2.models.projection_fit import fit_context_input
@@ -31,10 +34,13 @@ from specdiff2.runtime.named_drafters import base_source, check_published
 from specdiff2.types import ConfigError, Rollout
 
 log = logging.getLogger(__name__)
-NUM_FIT = 128  # rollouts that the input of a conditioned drafter is regressed on
+NUM_FIT = 128  # rollouts that the input of a drafter is regressed on
 
 
-def read_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], BlockDrafterConfig | MaskedLMConfig | None]:
+DrafterConfig = BlockDrafterConfig | EagleConfig | MaskedLMConfig
+
+
+def read_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], DrafterConfig | None]:
     """(section ``model`` of what will be trained, the drafter to start from or None for a fresh one); loads no model.
 
     Raises:
@@ -48,13 +54,20 @@ def read_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], BlockDraft
         check_published(model)
         return model, None
     start = read_drafter_config(folder)
-    if isinstance(start, MaskedLMConfig) != is_masked_lm(model):
+    if not isinstance(start, config_class(model)):
         raise ConfigError(
             f"start_from={folder}: a {type(start).__name__.removesuffix('Config')}, but model={config['model_name']} "
             "is another kind of drafter; choose the model that it was trained as"
         )
     log.info("starting from drafter %s: gamma, layers, draft vocabulary and the rest of model are its own", folder)
     return {**model, **start.to_dict()}, start
+
+
+def config_class(model: Mapping[str, Any]) -> type[DrafterConfig]:
+    """What section ``model`` describes."""
+    if is_masked_lm(model):
+        return MaskedLMConfig
+    return EagleConfig if f".{EagleDrafter.__name__}." in str(model.get("_target_")) else BlockDrafterConfig
 
 
 def build_drafter(config: Mapping[str, Any], verifier: HFVerifier, store: RolloutStore, *, fit: bool) -> Any:
@@ -95,10 +108,11 @@ def training_rollouts(drafter: Any, stores: Sequence[RolloutStore]) -> list[Roll
 
 
 def fit_input(drafter: Any, rollouts: Sequence[Rollout]) -> None:
-    """Regress the input of a conditioned drafter on evenly spaced rollouts."""
+    """Regress the input of a conditioned drafter (or EAGLE head) on evenly spaced rollouts."""
     chosen = rollouts[:: -(-len(rollouts) // NUM_FIT)]
     rows = [(rollout.prompt_ids + rollout.completion_ids, first_anchor(rollout)) for rollout in chosen]
-    log.info("input regressed on %d rollouts: R^2 %.2f", len(rows), fit_context_input(drafter, rows))
+    fit = fit_fc if isinstance(drafter, EagleDrafter) else fit_context_input
+    log.info("input regressed on %d rollouts: R^2 %.2f", len(rows), fit(drafter, rows))
 
 
 def context_memory(source: ContextSource, cache: Path) -> ContextMemory:

@@ -14,13 +14,15 @@ from specdiff2.data.chat import ChatEncoder
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.evaluation.agreement import first_divergence
 from specdiff2.evaluation.benchmark import Benchmark
+from specdiff2.evaluation.budgeted_settings import BudgetSection
 from specdiff2.evaluation.divergence import explain_divergences, token_gap
+from specdiff2.evaluation.histories import answer_turns
 from specdiff2.evaluation.records import RECORDS_FILE, read_records
 from specdiff2.evaluation.table import plain_table
-from specdiff2.models.pretrained import read_training_info
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
+from specdiff2.runtime.budgeted import evaluate_budgeted
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.compilation import check_compilation, warm_passes
 from specdiff2.runtime.factories import SamplerSettings
@@ -31,10 +33,13 @@ from specdiff2.runtime.named_drafters import (
     check_named_drafter,
     load_named_drafter,
     resolve_named_drafter,
+    training_run,
 )
 from specdiff2.runtime.provenance import record_runtime
 from specdiff2.runtime.rebuild_report import rebuild, write_training_runs
+from specdiff2.runtime.seen_prompts import unseen_prompts
 from specdiff2.runtime.show import show_prompt, use_color
+from specdiff2.runtime.speed_law import run_speed_law
 from specdiff2.types import ConfigError, Generation
 
 log = logging.getLogger(__name__)
@@ -48,11 +53,17 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
             model loads), no drafter is shipped for the verifier, or a prompt does not fit.
         MismatchError: a drafter was trained for another verifier or tokenizer.
     """
+    if config["task"] == "speed_law":
+        run_speed_law(config, folder)
+        return
     samplers = {name: instantiate(node) for name, node in all_methods(config).items()}
     for settings in samplers.values():
         settings.check() if isinstance(settings, HFSettings) else require_drafters(settings, config)
     if config["prompt"] is not None and not config["prompt"].strip():
         raise ConfigError(f"prompt={config['prompt']!r}: expected some text")
+    if config["prompt"] is not None and config["task"] != "decode":
+        raise ConfigError(f"prompt with task={config['task']}: one prompt is decoded and shown; use task=decode")
+    BudgetSection(**config["budget"])  # its own checks
     sources = None if config["prompt"] is not None else named_sources(config["benchmark"])
     check_compilation(config)
     verifier: HFVerifier = instantiate(config["verifier"])
@@ -60,11 +71,18 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
         verifier.compile()
     record_runtime(folder, verifier.runtime_mode)
     samplers = {name: with_folders(settings, verifier, config) for name, settings in samplers.items()}
+    if sources is not None:
+        ours = [settings for settings in samplers.values() if isinstance(settings, SamplerSettings)]
+        names = [name for settings in ours for name in settings.drafter_names()]
+        sources = unseen_prompts(sources, names, verifier, drop=config["drop_overlap"])
     decoders = build_decoders(verifier, samplers, config)
     dtype = str(verifier.dtype).removeprefix("torch.")
     log.info("verifier %s in %s, %s", verifier.name, dtype, verifier.runtime_mode)
     if sources is None:
         show(config, verifier, decoders)
+        return
+    if config["task"] == "budgeted":
+        evaluate_budgeted(config, verifier, decoders, sources, folder)
         return
     records = read_records(run_benchmarks(config, verifier, sources, decoders, folder))
     if config["baseline"] and verifier.sampling.temperature == 0:
@@ -83,7 +101,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 def training_runs(samplers: Iterable[SamplerSettings | HFSettings]) -> list[Path]:
     """Run folders the drafters came from (``read_training_runs`` leaves out what is gone)."""
     names = [name for s in samplers if isinstance(s, SamplerSettings) for name in s.drafter_names()]
-    trained = [read_training_info(name).get("run") for name in names if name != UNTRAINED]
+    trained = [training_run(name) for name in names if name != UNTRAINED]
     # that of a shipped drafter is a mere name: it ran on another machine
     return [Path(run) for run in dict.fromkeys(trained) if run and Path(run).is_absolute()]
 
@@ -103,8 +121,9 @@ def with_folders(
 
 def require_drafters(settings: SamplerSettings, config: Mapping[str, Any]) -> None:
     """``check_named_drafter`` for every drafter of the sampler."""
+    num_drafts = settings.num_drafts if settings.drafters is None else 1  # of several drafters, each has its own
     for name in settings.drafter_names():
-        check_named_drafter(name, settings.gamma, config)
+        check_named_drafter(name, settings.gamma, config, num_drafts)
 
 
 def named_sources(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,20 +160,19 @@ def run_benchmarks(
     """Records of every benchmark in ``folder/records.jsonl``; several are measured in folders of their own first."""
     encoder = ChatEncoder.of(verifier)
     paths = []
+    limits = {key: config[key] for key in ("max_new_tokens", "seed", "stop_ids")} | {"stop_strings": config["stop"]}
     for name, prompts in sources.items():
+        home = folder if len(sources) == 1 else folder / "benchmarks" / name
         benchmark = Benchmark(
-            prompts,
+            answer_turns(prompts, encoder, AutoregressiveDecoder(verifier), home, **limits),
             encoder,
             decoders,
             benchmark_name=name,
-            max_new_tokens=config["max_new_tokens"],
-            seed=config["seed"],
             num_warmup=config["num_warmup"],
-            stop_ids=config["stop_ids"],
-            stop_strings=config["stop"],
+            **limits,
         )
         warm_passes(verifier, decoders, benchmark.longest_prompt, config["max_new_tokens"])
-        paths.append(benchmark.run(folder if len(sources) == 1 else folder / "benchmarks" / name))
+        paths.append(benchmark.run(home))
     if len(sources) > 1:
         (folder / RECORDS_FILE).write_bytes(b"".join(path.read_bytes() for path in paths))
     return folder / RECORDS_FILE

@@ -21,8 +21,8 @@ from specdiff2.decoding.drafter_entries import DrafterEntry, gather, num_drafts_
 from specdiff2.decoding.ensemble import check_ensemble, check_num_drafts
 from specdiff2.decoding.samplers import check_grown_sampling, default_draft_temperature, make_growth
 from specdiff2.decoding.selection import make_selector
-from specdiff2.decoding.speculative import SpeculativeDecoder, check_confidence
-from specdiff2.decoding.tree_growth import GrowthSettings, NumNodes, check_growth, growth_settings
+from specdiff2.decoding.speculative import SpeculativeDecoder, check_confidence, check_steps
+from specdiff2.decoding.tree_growth import GrowthSettings, NumNodes, RankPaths, Shape, check_growth, growth_settings
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule, Stage
 from specdiff2.protocols import Drafter, Objective, Verifier
@@ -71,8 +71,10 @@ class SamplerSettings:
         drafters: several instead of ``drafter``, each {drafter, K, temperature, name}; see
             ``drafter_entries.DrafterEntry``. ``gamma`` None then means the smallest of theirs.
         num_nodes: drafted nodes of a grown tree, or ``auto``; None draws K drafts. See ``tree_growth.GrowthSettings``
-            for it, ``max_nodes``, ``tree_temperature``, ``lookup_tokens`` and ``lookup_ngram``.
+            for it, ``max_nodes``, ``tree_temperature``, ``lookup_tokens``, ``lookup_ngram``, ``shape`` (None:
+            best_first), ``branching`` and ``rank_paths``.
         min_confidence: drafts end before the argmax chain's probability falls below it; 0 never shortens.
+        denoising_steps: passes that a window drafter fills its window in; None means its own.
         cost_folder: where ``auto`` keeps what it measured; None measures in every run.
 
     Raises:
@@ -93,7 +95,11 @@ class SamplerSettings:
     tree_temperature: float | None = None
     lookup_tokens: int | None = None
     lookup_ngram: int | None = None
+    shape: Shape | None = None
+    branching: int | None = None
+    rank_paths: RankPaths | None = None
     min_confidence: float = 0.0
+    denoising_steps: int | None = None
     cost_folder: str | None = None
     drafters: Sequence[Mapping[str, Any]] | None = None
 
@@ -112,6 +118,7 @@ class SamplerSettings:
             raise ConfigError(f"gamma={self.gamma!r}: expected an integer >= 1, or null for the drafter's own")
         growth = self.growth()
         check_confidence(self.min_confidence)
+        check_steps(self.denoising_steps)
         if growth is not None:
             check_growth(rule, selector, self.num_drafts)
             check_grown_sampling(self.draft_sampling())
@@ -151,17 +158,16 @@ class SamplerSettings:
     def growth(self) -> GrowthSettings | None:
         """How trees are grown; None where drafts are drawn."""
         return growth_settings(
-            self.num_nodes, self.max_nodes, self.tree_temperature, self.lookup_tokens, self.lookup_ngram
-        )
+            self.num_nodes, self.max_nodes, self.tree_temperature, self.lookup_tokens, self.lookup_ngram,
+            self.shape, self.branching, self.rank_paths,
+        )  # fmt: skip
 
     def draft_sampling(self) -> SamplingParams:
         """The law drafts are drawn from; the drafter's untempered law for a grown tree, and each entry's own law where
         there are several drafters."""
         if self.drafters is not None:
             return SamplingParams()
-        default = (
-            1.0 if self.num_nodes is not None else default_draft_temperature(make_rule(self.rule), self.num_drafts)
-        )
+        default = 1.0 if self.growth() is not None else default_draft_temperature(make_rule(self.rule), self.num_drafts)
         return SamplingParams(default if self.temperature is None else self.temperature, self.top_k, self.top_p)
 
     def make(self, verifier: Verifier, drafter: Drafter) -> SpeculativeDecoder:
@@ -169,7 +175,7 @@ class SamplerSettings:
         return SpeculativeDecoder(
             verifier, drafter, rule=make_rule(self.rule), selector=make_selector(self.selection), gamma=self.gamma,
             num_drafts=self.num_drafts, min_confidence=self.min_confidence, draft_sampling=self.draft_sampling(),
-            name=self.name,
+            denoising_steps=self.denoising_steps, name=self.name,
             growth=make_growth(self.growth(), verifier, drafter, gamma=self.gamma, cost_folder=self.cost_folder),
         )  # fmt: skip
 

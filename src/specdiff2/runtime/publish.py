@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdiff2.data.rollout_files import acquire_lock, release_lock
 from specdiff2.models.drafter_files import copy_drafter
 from specdiff2.models.pretrained import save_drafter
 from specdiff2.training.callbacks.drafter_export import DRAFTER_NAMES, DrafterExport
@@ -37,10 +38,15 @@ def report(config: Mapping[str, Any], folder: Path, names: Sequence[str]) -> Non
     shown = folder / "drafter"
     if config["publish"]:
         shown = Path(config["paths"]["drafters"]) / config["model_name"]
-        for name in names:
-            copy_drafter(folder / "drafter" / name, shown / name)
-        earlier = [*DRAFTER_NAMES, *sorted(path.name for path in shown.glob("step-*"))]
-        withdraw(shown, [name for name in earlier if name not in names])
+        shown.mkdir(parents=True, exist_ok=True)
+        lock = acquire_lock(shown)  # jobs of a sweep may publish under one name
+        try:
+            for name in names:
+                copy_drafter(folder / "drafter" / name, shown / name)
+            earlier = [*DRAFTER_NAMES, *sorted(path.name for path in shown.glob("step-*"))]
+            withdraw(shown, [name for name in earlier if name not in names])
+        finally:
+            release_lock(lock)
     print(f"drafters: {', '.join(str(shown / name) for name in names)}")
     # the same pair, as it was named on the command line
     pair = shlex.join(given for given in sys.argv[1:] if given.startswith(("model=", "model.source=", "verifier")))

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from specdiff2.evaluation.budgeted_records import BUDGETED_FILE
 from specdiff2.evaluation.json_files import write_json
 from specdiff2.evaluation.metrics import write_summary
 from specdiff2.evaluation.records import RECORDS_FILE
 from specdiff2.evaluation.report import write_report
+from specdiff2.runtime.budgeted import report_budgeted
 from specdiff2.runtime.tool import run_tool
 from specdiff2.types import ConfigError, CorruptFileError
 
@@ -29,6 +31,8 @@ def rebuild(folders: Sequence[Path]) -> Path:
         ConfigError: a folder is missing or holds no results.
         CorruptFileError: a file of a run cannot be read.
     """
+    if (folders[0] / BUDGETED_FILE).is_file():
+        return report_budgeted(folders[0])
     for folder in folders:
         if (folder / RECORDS_FILE).is_file():
             write_summary(folder)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.generate import rollout_fingerprint
+from specdiff2.data.rollout_files import write_json_atomic
 from specdiff2.data.rollouts import RolloutStore
+from specdiff2.data.signatures import sign_prompts
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.models.vocab import tokenizer_fingerprint
 from specdiff2.runtime.prompts import LoadedPrompts
 from specdiff2.types import ConfigError, SamplingParams
 
 log = logging.getLogger(__name__)
+ROLLOUTS_FILE = "rollouts.json"  # in a run folder
 SAMPLING_KEYS = ("temperatures", "top_k", "top_p", "samples_per_prompt", "max_new_tokens", "seed")
 
 
@@ -48,6 +51,12 @@ def teacher_sampling(rollouts: Mapping[str, Any]) -> SamplingParams:
         log.warning("at temperature 0 those are one-hot, so streak_expected equals streak, which needs no verifier in "
                     "training; for another law set e.g. data.rollouts.temperatures=[1.0]")  # fmt: skip
     return law
+
+
+def note_rollouts(run: Path, stores: Sequence[RolloutStore]) -> None:
+    """Write into a run's folder which stores it trains and validates on: evaluation compares its prompts with them."""
+    folders = [str(store.folder.resolve()) for store in stores]
+    write_json_atomic(run / ROLLOUTS_FILE, dict(zip(("train", "val"), folders, strict=True)))
 
 
 def _settings(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,5 +92,6 @@ def ensure_rollouts(
         folder = folder.with_name(f"{folder.name}-{digest}")
     store = RolloutStore(folder, fingerprint)
     report = generate(verifier, encoder, loaded.prompts, store)
+    store.note_prompts(sign_prompts(loaded.prompts), loaded.sources)
     log.info("rollouts in %s: %d reused, %d sampled", folder, report.num_reused, report.num_new)
     return store

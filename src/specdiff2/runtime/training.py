@@ -26,10 +26,10 @@ from specdiff2.runtime.auto_settings import is_masked_lm
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.drafters import build_drafter, read_model, training_rollouts
 from specdiff2.runtime.factories import SamplerSettings
-from specdiff2.runtime.prompts import LoadedPrompts, check_disjoint, load_prompts
+from specdiff2.runtime.prompts import LoadedPrompts, check_disjoint, keep_apart, load_prompts
 from specdiff2.runtime.publish import export_drafter, exported_names, report
 from specdiff2.runtime.resume import Checkpoint, check_resume, continue_curves, find_checkpoint, read_checkpoint
-from specdiff2.runtime.rollouts import check_sampling, ensure_rollouts, teacher_sampling
+from specdiff2.runtime.rollouts import check_sampling, ensure_rollouts, note_rollouts, teacher_sampling
 from specdiff2.runtime.storage import storage_problem
 from specdiff2.training.loggers import close
 from specdiff2.training.module import DistillationModule
@@ -59,11 +59,13 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
     sampling = teacher_sampling(config["data"]["rollouts"]) if schedule.needs_verifier_probs else None
     checkpoint = prepare_resume(config, schedule, folder, model)
     prompts = {split: load_prompts(instantiate(config["data"][f"{split}_prompts"])) for split in ("train", "val")}
+    prompts["train"] = keep_apart(prompts["train"], config["data"])
     check_disjoint(prompts["train"].prompts, prompts["val"].prompts)
     verifier: HFVerifier = instantiate(config["verifier"])
     if start is not None:  # before anything is sampled from the wrong one
         check_belongs(start, verifier, Path(config["start_from"]))
     stores = build_rollouts(config["data"], verifier, prompts, Path(config["paths"]["rollouts"]))
+    note_rollouts(folder, stores)
     drafter = build_drafter(config, verifier, stores[0], fit=checkpoint is None)
     online = bool(config["data"]["online"])
     check_tokens(drafter, schedule, online)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import logging
-import os
+import json
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 import wandb
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-log = logging.getLogger(__name__)
+from specdiff2.training.wandb_artifacts import log_training_artifacts
+from specdiff2.training.wandb_runs import run_config, start_run
 
 
 def csv_logger(folder: str, flush_every_n_steps: int = 20) -> CSVLogger:
@@ -31,40 +31,43 @@ def csv_logger(folder: str, flush_every_n_steps: int = 20) -> CSVLogger:
 
 
 def wandb_logger(
-    folder: str, project: str, name: str | None = None, mode: str = "online", init_timeout_s: float = 20.0
+    folder: str,
+    project: str,
+    name: str | None = None,
+    entity: str | None = None,
+    mode: str = "online",
+    init_timeout_s: float = 20.0,
 ) -> WandbLogger:
-    """A W&B run; without a key or a reachable host it is recorded offline instead, with a warning.
+    """A W&B run; without a key or a reachable host it is recorded offline instead, with a warning (``start_run``).
 
-    An offline run lies in ``folder/wandb`` and is uploaded later by ``wandb sync``.
+    All metrics are series over ``trainer/global_step``: ``val/accept_rate@1``, ``val/accept_rate@2``, ...
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"project": project, "name": name, "dir": folder}
-    wanted = os.environ.get("WANDB_MODE", "online")  # a user's own choice for all programs
-    if mode == "online" and wanted in ("disabled", "offline", "dryrun"):
-        mode = "offline" if wanted == "dryrun" else wanted
-    try:
-        if mode == "online" and not has_key():
-            log.warning("W&B: no API key on this machine (`wandb login` stores one); recording offline in %s/wandb",
-                        folder)  # fmt: skip
-            mode = "offline"
-        run = wandb.init(
-            mode=mode, settings=wandb.Settings(init_timeout=init_timeout_s, reinit="create_new"), **options
-        )
-    except (wandb.errors.Error, OSError, ValueError) as error:  # UsageError, CommError; ValueError: malformed key
-        reason = str(error).split("\n")[0]
-        log.warning("W&B cannot be reached (%s): recording offline in %s/wandb (see `wandb sync`)", reason, folder)
-        wandb.teardown()
-        run = wandb.init(mode="offline", settings=wandb.Settings(reinit="create_new"), **options)
-    return WandbLogger(experiment=run, save_dir=folder)
+    run = start_run(folder, project, mode, init_timeout_s=init_timeout_s, name=name, entity=entity)
+    return WandbLogger(experiment=run, save_dir=folder, log_model=False)
 
 
-def has_key() -> bool:
-    """Whether W&B finds an API key, without asking for one and without the network."""
-    return bool(wandb.login(prompt=False, verify=False))
+def describe(loggers: Iterable[Any], folder: Path) -> None:
+    """Tell the W&B runs among them what ``run.json`` says: the resolved configuration, and where it comes from."""
+    for logger in wandb_loggers(loggers):
+        logger.experiment.config.update(run_config(json.loads((folder / "run.json").read_text(encoding="utf-8"))))
 
 
-def close(loggers: Iterable[Any]) -> None:
-    """End the W&B runs among them, so that the next job of a sweep starts its own."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
+def close(loggers: Iterable[Any], folder: Path | None = None) -> None:
+    """End the W&B runs among them, so that the next job of a sweep starts its own.
+
+    Args:
+        folder: run folder of a finished training, whose rollouts and drafters become artifacts first.
+
+    Raises:
+        CorruptFileError, MismatchError: a file of the run folder is damaged.
+    """
+    for logger in wandb_loggers(loggers):
+        if folder is not None:
+            log_training_artifacts(logger.experiment, folder)
+        logger.experiment.finish()
+
+
+def wandb_loggers(loggers: Iterable[Any]) -> list[WandbLogger]:
+    """Those with a run that records: none on ranks other than the first, none where the user has disabled W&B."""
+    found = [one for one in loggers if isinstance(one, WandbLogger) and isinstance(one.experiment, wandb.Run)]
+    return [one for one in found if not one.experiment.disabled]

@@ -168,31 +168,43 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         use_prefix = self.prefix_loss_weight > 0.0 and self.training
         probs = self._verifier_probs if objective.needs_verifier_probs else None
         compute = self._loss_in_chunks if isinstance(self.drafter, StatesDrafter) else self._loss_at_once
-        output, prefix_loss = compute(batch, objective, probs, use_prefix)
-        if prefix_loss is None:
+        output, added = compute(batch, objective, probs, use_prefix)
+        if not added:
             return output
+        weights = self._added_weights()
         return dataclasses.replace(
             output,
-            loss_sum=output.loss_sum + self.prefix_loss_weight * prefix_loss,
-            parts=(output.parts or {objective.name: output.loss_sum.detach()}) | {"prefix": prefix_loss.detach()},
+            loss_sum=output.loss_sum + sum(weights[name] * loss for name, loss in added.items()),
+            parts=(output.parts or {objective.name: output.loss_sum.detach()})
+            | {name: loss.detach() for name, loss in added.items()},
         )
+
+    def _added_weights(self) -> dict[str, float]:
+        """Weights above 0 of the losses beside the objective: that of the prefix, and one that the drafter brings
+        (``auxiliary_loss(batch, states)``, a sum over windows)."""
+        weights = {"prefix": self.prefix_loss_weight}
+        if hasattr(self.drafter, "auxiliary_loss"):
+            weights[self.drafter.auxiliary_name] = self.drafter.auxiliary_weight
+        return {name: weight for name, weight in weights.items() if weight > 0.0}
 
     def _loss_in_chunks(
         self, batch: WindowBatch, objective: Objective, probs: VerifierProbs | None, use_prefix: bool
-    ) -> tuple[ObjectiveOutput, Tensor | None]:
-        """Objective and prefix cross-entropy (or None) of a drafter that offers its states."""
-        drafter, prefix_loss = self.drafter, None
+    ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
+        """Objective and added losses, by name, of a drafter that offers its states."""
+        drafter, added = self.drafter, dict[str, Tensor]()
         if use_prefix:
             states, prefix_states, next_tokens = drafter.window_and_prefix_states(batch)
             chunk_tokens = self.loss_chunk_windows * batch.targets.shape[1]
-            prefix_loss = chunked_cross_entropy(drafter, prefix_states, next_tokens, chunk_tokens)
+            added["prefix"] = chunked_cross_entropy(drafter, prefix_states, next_tokens, chunk_tokens)
         else:
             states = drafter.window_states(batch)
-        return chunked_objective(drafter, batch, states, objective, probs, self.loss_chunk_windows), prefix_loss
+        if self.training and getattr(drafter, "auxiliary_name", None) in self._added_weights():
+            added[drafter.auxiliary_name] = drafter.auxiliary_loss(batch, states)
+        return chunked_objective(drafter, batch, states, objective, probs, self.loss_chunk_windows), added
 
     def _loss_at_once(
         self, batch: WindowBatch, objective: Objective, probs: VerifierProbs | None, use_prefix: bool
-    ) -> tuple[ObjectiveOutput, Tensor | None]:
+    ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
         """The same for any other drafter: all logits in one piece."""
         drafter = self.drafter
         logits, *prefix = drafter.forward_with_prefix(batch) if use_prefix else (drafter(batch),)
@@ -200,9 +212,9 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         verifier_probs = None if probs is None else probs(batch)
         output = objective(logits, targets, batch.valid & ~batch.revealed, verifier_probs)
         if not use_prefix:
-            return output, None
+            return output, {}
         prefix_logits, next_tokens = prefix
-        return output, cross_entropy_sum(prefix_logits, drafter.to_draft_vocab(next_tokens))
+        return output, {"prefix": cross_entropy_sum(prefix_logits, drafter.to_draft_vocab(next_tokens))}
 
     @torch.no_grad()
     def _verifier_probs(self, batch: WindowBatch) -> Tensor:
@@ -239,9 +251,9 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         self.log_dict(metrics)
 
     def _part_names(self, objective: Objective) -> tuple[str, ...]:
-        """What ``objective_output`` reports apart: the parts of a sum, and the prefix loss beside its objective."""
-        names = part_names(objective)
-        return ((*(names or (objective.name,)), "prefix")) if self.prefix_loss_weight > 0.0 else names
+        """What ``objective_output`` reports apart: the parts of a sum, and added losses beside their objective."""
+        names, added = part_names(objective), self._added_weights()
+        return (*(names or (objective.name,)), *added) if added else names
 
     def on_train_epoch_end(self) -> None:
         if self.num_windows_seen == 0:
