@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_checkpoints import FAMILY_NAMES, read_tensors, write_checkpoint, write_parent_tokenizer
-from helpers import tiny_verifier
+from helpers import byte_tokenizer, tiny_llama, tiny_verifier
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -19,12 +19,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdiff2.models import masked_lm_export
 from specdiff2.models.block_drafter import BlockDrafter
+from specdiff2.models.eagle_drafter import EagleDrafter
+from specdiff2.models.eagle_files import load_eagle_checkpoint
 from specdiff2.models.families import FAMILIES
 from specdiff2.models.family_loading import load_family_model
 from specdiff2.models.lora import TARGETS
 from specdiff2.models.masked_lm_drafter import MaskedLMDrafter
 from specdiff2.models.pretrained import save_drafter
+from specdiff2.models.verifier import HFVerifier
 from specdiff2.runtime.export import main
+from specdiff2.types import SamplingParams
 
 TOKENS = torch.tensor([[4, 8, 15, 16, 23]])
 LORA = {"rank": 3, "alpha": 6, "dropout": 0.05, "targets": list(TARGETS)}
@@ -223,3 +227,22 @@ def test_a_damaged_adapter_is_not_exported(tmp_path: Path, capsys) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 8}))
     assert main([str(tmp_path / "drafter"), str(tmp_path / "out"), "--layout", "adapter"]) == 1
     assert "r is not 3" in capsys.readouterr().err
+
+
+def test_drafters_beside_a_verifier_are_exported_from_the_command_line(tmp_path, capsys):
+    source = tmp_path / "verifier"
+    byte_tokenizer(source)
+    tiny_llama(300).save_pretrained(source)
+    verifier = HFVerifier.from_pretrained(str(source), dtype="float32", device="cpu")
+    block = BlockDrafter.from_verifier(verifier, num_layers=1, gamma=1, shifted=True)
+    save_drafter(block, tmp_path / "block")
+    save_drafter(EagleDrafter.from_verifier(verifier), tmp_path / "eagle")
+    assert main([str(tmp_path / "block"), str(tmp_path / "a"), "--layout", "causal", "--dtype", "float32"]) == 0
+    prompt = [5, 6, 7]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
+    expected = block.start(prompt, SamplingParams(), 4).window_logits(1)[0]
+    torch.testing.assert_close(model(torch.tensor([prompt])).logits[0, -1][block.draft_vocab_ids], expected)
+    assert main([str(tmp_path / "eagle"), str(tmp_path / "b"), "--layout", "eagle"]) == 0
+    assert load_eagle_checkpoint(tmp_path / "b", verifier).config.num_layers == 1
+    assert main([str(tmp_path / "block"), str(tmp_path / "c"), "--layout", "eagle"]) == 1
+    assert "holds a BlockDrafter: layout eagle is for a EagleDrafter" in capsys.readouterr().err

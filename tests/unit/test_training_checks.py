@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from specdiff2.data.hub_prompts import HubPrompts
@@ -200,11 +201,12 @@ def test_kept_steps_are_published_and_older_ones_withdrawn(
         store_drafter(tmp_path / name, BLOCK_FORMAT, {}, {"from": name}, tensors,
                       lambda folder: save_file(tensors, folder / WEIGHTS_FILE))  # fmt: skip
     (tmp_path / "drafters/m/step-notes").mkdir()  # somebody's own, no drafter
-    config = {"publish": True, "model_name": "m", "paths": {"drafters": str(tmp_path / "drafters")}}
+    paths = {"drafters": str(tmp_path / "drafters")}
+    config = {"publish": True, "model_name": "m", "paths": paths, "verifier": {}}
     monkeypatch.setattr("sys.argv", ["train.py"])
     publish.report(config, tmp_path / "run", names)
     shown = tmp_path / "drafters/m"
-    assert sorted(path.name for path in shown.iterdir()) == ["last", "step-10", "step-2", "step-notes"]
+    assert sorted(path.name for path in shown.glob("[!.]*")) == ["last", "step-10", "step-2", "step-notes"]
     assert read_record(shown / "step-10")["training"] == {"from": "run/drafter/step-10"}
     assert f"eval.py drafter={shown}/last" in capsys.readouterr().out
 
@@ -235,7 +237,11 @@ def test_a_damaged_status_is_a_job_not_done(text: str, tmp_path: Path, capsys: p
     (tmp_path / "0").mkdir()
     (tmp_path / "0/status.json").write_text(text, encoding="utf-8")
     assert not sweep_callback.is_done(tmp_path / "0", "f")
-    sweep_callback._current_sweep[:] = [tmp_path]
+    settings = {
+        "sweep": {"dir": str(tmp_path)},
+        "launcher": {"_target_": "hydra._internal.core_plugins.basic_launcher"},
+    }
+    sweep_callback._current_sweep[:] = [OmegaConf.create(settings)]
     sweep_callback.finish_sweep()
     assert "0 of 1 jobs done" in capsys.readouterr().out
     (tmp_path / "0/status.json").write_text(json.dumps({"status": "done", "fingerprint": "f"}), encoding="utf-8")

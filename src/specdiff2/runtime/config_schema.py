@@ -138,6 +138,7 @@ class EvalConfig:
     benchmark: Node
     budget: BudgetSection
     speed_law: SpeedLawSection
+    wandb: Node | None
     paths: Paths
     hardware: HardwareSection
     preflight: bool | float

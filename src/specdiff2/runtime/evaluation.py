@@ -90,6 +90,10 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
     write_training_runs(folder, training_runs(samplers.values()))
     report = rebuild([folder])
     print(f"\n{plain_table(read_summary(folder)['rows'])}\n\nreport: {report}")
+    if config["wandb"] is not None:
+        from specdiff2.runtime.wandb_report import upload  # wandb takes seconds to import
+
+        upload([folder], instantiate(config["wandb"]), fall_back=True)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from specdiff2.data.rollout_files import acquire_lock, release_lock
+from specdiff2.decoding.drafter_names import default_sampler
 from specdiff2.models.drafter_files import copy_drafter
 from specdiff2.models.pretrained import save_drafter
 from specdiff2.training.callbacks.drafter_export import DRAFTER_NAMES, DrafterExport
 
+DEFAULT_SAMPLER = "specdiff2"  # of eval.yaml
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +52,10 @@ def report(config: Mapping[str, Any], folder: Path, names: Sequence[str]) -> Non
     print(f"drafters: {', '.join(str(shown / name) for name in names)}")
     # the same pair, as it was named on the command line
     pair = shlex.join(given for given in sys.argv[1:] if given.startswith(("model=", "model.source=", "verifier")))
-    print(f"measure:  python eval.py drafter={shown / ('best' if 'best' in names else names[-1])} {pair}".rstrip())
+    drafter = shown / ("best" if "best" in names else names[-1])
+    sampler = default_sampler(drafter, config["verifier"].get("source", ""))
+    choice = "" if sampler == DEFAULT_SAMPLER else f"sampler={sampler}"
+    print(" ".join(part for part in ("measure:  python eval.py", choice, f"drafter={drafter}", pair) if part))
 
 
 def withdraw(shown: Path, names: Sequence[str]) -> None:

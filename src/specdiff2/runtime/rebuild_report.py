@@ -16,6 +16,7 @@ from specdiff2.evaluation.metrics import write_summary
 from specdiff2.evaluation.records import RECORDS_FILE
 from specdiff2.evaluation.report import write_report
 from specdiff2.runtime.budgeted import report_budgeted
+from specdiff2.runtime.grid_page import write_grid_page
 from specdiff2.runtime.tool import run_tool
 from specdiff2.types import ConfigError, CorruptFileError
 
@@ -36,6 +37,7 @@ def rebuild(folders: Sequence[Path]) -> Path:
     for folder in folders:
         if (folder / RECORDS_FILE).is_file():
             write_summary(folder)
+            write_grid_page(folder)
     trained = [run for folder in folders for run in read_training_runs(folder)]
     return write_report(list({folder.resolve(): folder for folder in [*folders, *trained]}.values()))
 

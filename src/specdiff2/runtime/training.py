@@ -31,7 +31,7 @@ from specdiff2.runtime.publish import export_drafter, exported_names, report
 from specdiff2.runtime.resume import Checkpoint, check_resume, continue_curves, find_checkpoint, read_checkpoint
 from specdiff2.runtime.rollouts import check_sampling, ensure_rollouts, note_rollouts, teacher_sampling
 from specdiff2.runtime.storage import storage_problem
-from specdiff2.training.loggers import close
+from specdiff2.training.loggers import close, describe
 from specdiff2.training.module import DistillationModule
 from specdiff2.types import ConfigError, Rollout, StorageError
 
@@ -80,6 +80,7 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
     )  # fmt: skip
     callbacks = build_callbacks(config, verifier, prompts["val"].prompts, folder)
     trainer = build_trainer(config, callbacks, folder)
+    describe(trainer.loggers, folder)
     if teacher is None and config["callbacks"].get("decoding_probe") is None and is_masked_lm(config["model"]):
         verifier.release()  # nothing reads it any more, and it may be ten times the drafter's size
     else:
@@ -137,7 +138,7 @@ def fit(trainer: Any, module: Any, data: Any, checkpoint: Checkpoint | None, fol
             print(f"\ninterrupted at step {trainer.global_step}; {how_to_go_on(folder)}", file=sys.stderr)
         raise SystemExit(130) from error
     finally:
-        close(trainer.loggers)
+        close(trainer.loggers, folder)
 
 
 def how_to_go_on(folder: Path) -> str:
