@@ -125,7 +125,10 @@ def config_of(cache: Path, **model: Any) -> dict[str, Any]:
             "paths": {"cache": str(cache)}}  # fmt: skip
 
 
-def test_configured_names_are_checked_before_anything_loads(causal_folder: Path, tmp_path: Path) -> None:
+def test_configured_names_are_checked_before_anything_loads(
+    causal_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # away from drafters that have been trained here
     config, verifier = config_of(tmp_path / "cache"), tokenized_verifier()
     own = str(save_drafter(block(verifier), tmp_path / "own", {"run": "/runs/7"}))
     for name in (own, str(causal_folder), "prompt_lookup", "prompt_lookup:40:3"):

@@ -204,6 +204,7 @@ def test_kept_steps_are_published_and_older_ones_withdrawn(
     paths = {"drafters": str(tmp_path / "drafters")}
     config = {"publish": True, "model_name": "m", "paths": paths, "verifier": {}}
     monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setattr(publish, "default_sampler", lambda *_: "specdiff2")  # these folders hold no real drafter
     publish.report(config, tmp_path / "run", names)
     shown = tmp_path / "drafters/m"
     assert sorted(path.name for path in shown.glob("[!.]*")) == ["last", "step-10", "step-2", "step-notes"]

@@ -7,6 +7,8 @@ never started gives no rows. Launches nothing and knows no launcher.
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,11 +24,13 @@ from specdiff2.evaluation.metrics import BASELINE
 from specdiff2.evaluation.sweep_training import BEST, training_row
 from specdiff2.types import CorruptFileError
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 JOBS_FILE = "sweep_jobs.json"  # {"search": whether a sweeper chose the settings, "jobs": overrides by number}
 _STATES = {
     "running": "did not finish (it was killed, crashed, or still runs)",
     "not started": "was not started",
+    "damaged": "left a damaged status.json",
 }
 
 
@@ -46,7 +50,11 @@ class SweepJob:
 
     def why(self) -> str:
         """What to say of a job without a result."""
-        return f"failed: {self.error or 'no error recorded'}" if self.status == "failed" else _STATES[self.status]
+        return (
+            f"failed: {self.error or 'no error recorded'}"
+            if self.status == "failed"
+            else _STATES.get(self.status, self.status)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,8 @@ def read_jobs(folder: Path) -> list[SweepJob]:
 
 def read_job(folder: Path) -> SweepJob:
     """One job folder. Raises CorruptFileError."""
-    status = _read_object(folder / "status.json") or {}
+    path = folder / "status.json"
+    status = read_status(path) if path.exists() else {}
     summary = _read_object(folder / "summary.json")
     # without a status file (another launcher) a summary is the sign of a finished job
     state = str(status.get("status") or ("done" if summary is not None else "failed"))
@@ -102,6 +111,20 @@ def read_job(folder: Path) -> SweepJob:
         host=str(status.get("host") or ""),
         span=(datetime.fromisoformat(times[0]), datetime.fromisoformat(times[1])) if all(times) else None,
     )
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """What a job wrote; a missing or damaged file is a job that is not done."""
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"status": "not started"}
+    except ValueError:
+        status = None
+    if isinstance(status, dict) and isinstance(status.get("status"), str):
+        return status
+    log.warning("%s: damaged, so the job counts as not done", path)
+    return {"status": "damaged"}
 
 
 def _read_overrides(folder: Path, status: dict[str, Any]) -> dict[str, str]:

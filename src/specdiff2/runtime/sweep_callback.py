@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from specdiff2.evaluation.sweep import merge_jobs
-from specdiff2.evaluation.sweep_jobs import JOBS_FILE, job_value, read_job, read_jobs, read_plan
+from specdiff2.evaluation.sweep_jobs import JOBS_FILE, job_value, read_job, read_jobs, read_plan, read_status
 from specdiff2.runtime.logging import quiet_libraries
 from specdiff2.runtime.provenance import write_json
 from specdiff2.runtime.sweep_study import prepare_study
@@ -153,20 +153,6 @@ def is_done(folder: Path, digest: str) -> bool:
     """Whether the job of these settings has already finished in ``folder``."""
     status = read_status(folder / STATUS_FILE)
     return status["status"] == "done" and status.get("fingerprint") == digest
-
-
-def read_status(path: Path) -> dict[str, Any]:
-    """What a job wrote; a missing or damaged file is a job that is not done."""
-    try:
-        status = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {"status": "not started"}
-    except ValueError:
-        status = None
-    if isinstance(status, dict) and isinstance(status.get("status"), str):
-        return status
-    log.warning("%s: damaged, so the job counts as not done", path)
-    return {"status": "damaged"}
 
 
 def finish_sweep(wait: bool = True) -> None:
