@@ -50,8 +50,10 @@ _TRAINED = (
 )
 
 
-def sweep_page(axes: Sequence[Axis], rows: Sequence[Row], failed: Sequence[SweepJob], notes: Sequence[str]) -> str:
-    """The whole document."""
+def sweep_page(
+    axes: Sequence[Axis], rows: Sequence[Row], failed: Sequence[SweepJob], notes: Sequence[str], *, grid: bool = False
+) -> str:
+    """The whole document; ``grid``: the rows are methods of one run, not jobs."""
     training = is_training(rows)
     body = [_over(axis, [other for other in axes if other is not axis], rows) for axis in axes]
     if not axes:
@@ -59,13 +61,16 @@ def sweep_page(axes: Sequence[Axis], rows: Sequence[Row], failed: Sequence[Sweep
     body += [_together(*pair, rows) for pair in combinations([axis for axis in axes if axis.numbers], 2)]
     if training:
         body.append(_over_steps(axes, rows))
-    body.append(_table(axes, rows, notes))
+    body.append(_table(axes, rows, notes, "summary.json" if grid else "sweep.csv and sweep.parquet"))
     if failed:
         body.append(_failures(failed))
     finished = len({row["job"] for row in rows})
-    subtitle = f"{finished} finished jobs" + (f", {len(failed)} not finished" if failed else "")
+    subtitle = f"{finished} settings in one run" if grid else f"{finished} finished jobs"
+    if failed:
+        subtitle += f", {len(failed)} not finished"
+    title = f"SpecDiff-2 {'training ' * training}{'grid' if grid else 'sweep'}"
     names = ", ".join(axis.key for axis in axes)
-    return page(f"SpecDiff-2 {'training ' * training}sweep" + (f" over {names}" if axes else ""), subtitle, body)
+    return page(f"{title} over {names}" if axes else title, subtitle, body)
 
 
 def _over(axis: Axis, others: Sequence[Axis], rows: Sequence[Row]) -> str:
@@ -189,7 +194,7 @@ def _over_steps(axes: Sequence[Axis], rows: Sequence[Row]) -> str:
     return section("Over training", lead, cards(*drawings) if drawings else missing("No held-out metrics."))
 
 
-def _table(axes: Sequence[Axis], rows: Sequence[Row], notes: Sequence[str]) -> str:
+def _table(axes: Sequence[Axis], rows: Sequence[Row], notes: Sequence[str], files: str) -> str:
     if not rows:
         return section("Table", "", missing("No finished job."))
     head, lines, num_text = table_cells(rows, axes)
@@ -198,7 +203,7 @@ def _table(axes: Sequence[Axis], rows: Sequence[Row], notes: Sequence[str]) -> s
         + "</tr>"
         for line in lines
     ]  # fmt: skip
-    lead = "All finished jobs; the same numbers, and more, are in sweep.csv and sweep.parquet."
+    lead = f"Everything that finished; the same numbers, and more, are in {files}."
     return section(
         "Table", lead, table(head, body, num_text), *(f'<p class="foot">{escape(note)}</p>' for note in notes)
     )

@@ -54,6 +54,6 @@ def write_grid_page(folder: Path) -> Path | None:
     made = [row for row in lines(rows) if "line" in row]
     note = "Methods of one run: every prompt was decoded with all of them in turn. The others are in report.html."
     partial = folder / f"{GRID_FILE}.partial"
-    partial.write_text(sweep_page(axes, made, [], [note]), encoding="utf-8")
+    partial.write_text(sweep_page(axes, made, [], [note], grid=True), encoding="utf-8")
     os.replace(partial, folder / GRID_FILE)
     return folder / GRID_FILE
