@@ -16,6 +16,14 @@ from specdiff2.runtime.config_schema import EvalConfig, TrainConfig
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    python (train|eval)\.py(.*)$", README, flags=re.MULTILINE)
+TABLE_COMMANDS = re.findall(r"`python (train|eval)\.py ([^`]*experiment=[^`]*)`", README)
+HEADS = [  # an experiment's file begins with its commands
+    command
+    for path in sorted((ROOT / "conf/experiment").glob("*.yaml"))
+    for command in re.findall(
+        r"^#   python (train|eval)\.py(.*)$", path.read_text(encoding="utf-8").replace("\\\n#", ""), flags=re.MULTILINE
+    )
+]
 
 
 def jobs(arguments: str) -> list[list[str]]:
@@ -28,7 +36,7 @@ def jobs(arguments: str) -> list[list[str]]:
     return [list(job) for job in itertools.product(*swept)]
 
 
-@pytest.mark.parametrize(("script", "arguments"), COMMANDS)
+@pytest.mark.parametrize(("script", "arguments"), [*COMMANDS, *TABLE_COMMANDS, *HEADS])
 def test_commands_compose(script: str, arguments: str, tmp_path: Path) -> None:
     schema = {"train": TrainConfig, "eval": EvalConfig}[script]
     for overrides in jobs(arguments):
@@ -37,6 +45,7 @@ def test_commands_compose(script: str, arguments: str, tmp_path: Path) -> None:
 
 def test_commands_are_found_and_sweeps_taken_apart() -> None:
     assert {script for script, _ in COMMANDS} == {"train", "eval"} and len(COMMANDS) > 10
+    assert len(TABLE_COMMANDS) > 8 and len(HEADS) > 20
     assert jobs(" -m a=1,2 b=x,y  # remark") == [["a=1", "b=x"], ["a=1", "b=y"], ["a=2", "b=x"], ["a=2", "b=y"]]
 
 
