@@ -13,6 +13,7 @@ compared in full.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from specdiff2.data.prompt import Prompt
 from specdiff2.data.signatures import Signatures, sign_prompts
 from specdiff2.types import ConfigError
 
+log = logging.getLogger(__name__)
 MIN_SHARE = 0.5
 MIN_COMMON = 3
 _TEMPLATE_SHARE = 0.1  # in more of a set's prompts (and in five at least), a gram is its template
@@ -75,6 +77,14 @@ def check_no_overlap(train: Mapping[str, PromptSet], evaluation: Mapping[str, Se
             found = find_overlaps(signed, prompts)
             if found:
                 raise ConfigError(f"{explain(found, train_name, name, prompts)}; {remedy}")
+
+
+def leave_out(train: PromptSet, train_name: str, prompts: Sequence[Prompt], name: str) -> list[Prompt]:
+    """The prompts called ``name`` that are not among those trained on; how many are is counted in the log."""
+    found = find_overlaps(train, prompts)
+    if found:
+        log.warning("left out: %s", explain(found, train_name, name, prompts))
+    return without(prompts, found)
 
 
 def explain(found: Sequence[Overlap], train_name: str, name: str, prompts: Sequence[Prompt]) -> str:

@@ -18,6 +18,7 @@ from specdiff2.data.jsonl import parse_object
 from specdiff2.types import CorruptFileError, Rollout, StorageError
 
 _log = logging.getLogger(__name__)
+ROLLOUTS_FILE = "rollouts.json"  # in the folder of a training run: its stores by split
 _REMEDY = "delete this line (the rollout is sampled again on the next run) or the whole folder"
 
 

@@ -146,8 +146,9 @@ def window_length(gamma: int | None, drafter_gamma: int, *, unlimited: bool = Fa
     return gamma
 
 
-def is_unlimited(drafter: Drafter) -> bool:
-    """Whether the drafter can draft more positions than its own gamma (its ``max_gamma`` is None)."""
+def is_unlimited(drafter: object) -> bool:
+    """Whether a drafter, or the one that a config describes, can draft more positions than its own gamma: its
+    ``max_gamma`` is None."""
     return getattr(drafter, "max_gamma", 0) is None
 
 

@@ -102,8 +102,8 @@ class GrowthSettings:
             )
         if self.branching is not None and (isinstance(self.branching, bool) or self.branching < 1):
             raise ConfigError(f"branching={self.branching!r}: expected an integer >= 1")
-        if self.rank_paths is not None and RankTree.of(self.rank_paths).num_nodes != self.num_nodes:
-            expected = RankTree.of(self.rank_paths).num_nodes
+        expected = self.num_nodes if self.rank_paths is None else RankTree.of(self.rank_paths).num_nodes
+        if expected != self.num_nodes:
             raise ConfigError(f"num_nodes={self.num_nodes!r}: expected {expected}, the nodes of rank_paths")
         plain = self.num_nodes != "auto" and self.tree_temperature == 1.0 and self.lookup_tokens == 0
         if self.shape != "best_first" and not plain:
@@ -214,15 +214,15 @@ class TreeGrowth:
         self.settings = settings
         self.costs = costs
         self._round_s = costs.round_s(settings.max_nodes) if costs is not None else None
+        self._ranks = None if settings.rank_paths is None else RankTree.of(settings.rank_paths)
 
     def along_paths(self, session: PathLawSession, root: int, gamma: int) -> TokenTree:
         """The static or dynamic tree after the committed token ``root``, at most ``gamma`` deep."""
         settings = self.settings
         if settings.branching is not None:
             return grow_dynamic(session, root, gamma, settings.branching, settings.budget)
-        if settings.rank_paths is not None:
-            return grow_static(session, root, RankTree.of(settings.rank_paths), gamma)
-        return grow_static(session, root, RankTree.likely(settings.budget, gamma), gamma)
+        ranks = RankTree.likely(settings.budget, gamma) if self._ranks is None else self._ranks
+        return grow_static(session, root, ranks, gamma)
 
     def start(self, prompt: Sequence[int]) -> Grower:
         """The growth of one generation."""

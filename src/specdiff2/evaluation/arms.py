@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from specdiff2.evaluation.json_files import read_json
+from specdiff2.evaluation.metrics import BASELINE
 from specdiff2.evaluation.records import RECORDS_FILE, Record, read_records
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError
 
 Key = tuple[str, str]  # benchmark, prompt id
 Facts = dict[str, Any]
-BASELINE = "autoregressive"
 LAW_FACTS = ("verifier", "verifier_dtype", "temperature", "top_k", "top_p",
              "max_new_tokens", "seed", "stop_ids", "stop_strings")  # fmt: skip
 TIME_FACTS = ("machine", "threads", "verifier_device", "verifier_runtime_mode")

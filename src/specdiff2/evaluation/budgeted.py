@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from specdiff2.evaluation.budgeted_records import BUDGETED_FILE, BudgetRecord, r
 from specdiff2.evaluation.budgeted_settings import BudgetSection
 from specdiff2.evaluation.budgeted_thought import Clock, Thought, think
 from specdiff2.evaluation.decoder_info import describe_decoder
-from specdiff2.evaluation.json_files import read_json, write_json
+from specdiff2.evaluation.json_files import read_json, write_json, write_text
 from specdiff2.evaluation.records import drop_half_line
 from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
@@ -213,7 +212,5 @@ class BudgetedBenchmark:
         whole = whole_groups(records, len(self._settings.seconds))
         kept = [record for group in whole.values() for record in group]
         if len(kept) < len(records):
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text("".join(record.to_json() + "\n" for record in kept), encoding="utf-8")
-            os.replace(partial, path)
+            write_text(path, "".join(record.to_json() + "\n" for record in kept))
         return set(whole)

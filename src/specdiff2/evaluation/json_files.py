@@ -1,4 +1,4 @@
-"""Reading and writing the JSON files of a run folder: strict, whole, and with a clear error for a damaged one."""
+"""Reading and writing the files of a run folder: JSON strict, everything whole, a clear error for a damaged one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def read_json(path: Path, remedy: str) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Strict JSON, replaced in one step so that a reader never sees half a file."""
+    write_text(path, json.dumps(value, allow_nan=False, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaced in one step as well."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, allow_nan=False, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

@@ -6,12 +6,12 @@ report can be rebuilt at any time without a model.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from specdiff2.evaluation import report_sections as sections
 from specdiff2.evaluation import report_story as story
+from specdiff2.evaluation.json_files import write_text
 from specdiff2.evaluation.report_inputs import EvaluationRun, TrainingRun, read_runs
 from specdiff2.evaluation.report_style import missing, page, section
 
@@ -33,9 +33,7 @@ def write_report(run_folders: Path | str | Sequence[Path | str], out: Path | str
     path = Path(out) if out is not None else folders[0] / REPORT_FILE
     evaluations, trainings = read_runs(folders)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(render(evaluations, trainings), encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, render(evaluations, trainings))
     return path
 
 

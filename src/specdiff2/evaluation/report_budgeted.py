@@ -6,13 +6,13 @@ files of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from specdiff2.evaluation import plots
+from specdiff2.evaluation.json_files import write_text
 from specdiff2.evaluation.plots import Series
 from specdiff2.evaluation.report_sections import colour_of, group_heading
 from specdiff2.evaluation.report_style import card, cards, missing, page, section, table
@@ -108,7 +108,5 @@ def write_budgeted_report(folder: Path, summary: dict[str, Any]) -> Path:
         [budgeted_section(summary["rows"])],
     )
     path = folder / "report.html"
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, text)
     return path

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from specdiff2.evaluation.json_files import read_json, write_json
+from specdiff2.evaluation.json_files import read_json, write_json, write_text
 from specdiff2.evaluation.report_sweep import sweep_page
 from specdiff2.evaluation.sweep_axes import Axis, make_axis
 from specdiff2.evaluation.sweep_jobs import (
@@ -87,7 +87,7 @@ def merge_jobs(sweep_folder: Path | str) -> SweepResult:
     notes += [overlap_note(jobs), _write_best(folder, jobs[0], values[jobs[0].name]) if search else ""]
     notes = [note for note in notes if note]
     files = _write_files(folder, jobs, rows, axes)
-    _write(files[-1], sweep_page(axes, rows, failed, notes))
+    write_text(files[-1], sweep_page(axes, rows, failed, notes))
     return SweepResult(folder, list(columns.values()), rows, failed, files, axes, notes)
 
 
@@ -103,7 +103,7 @@ def _write_files(folder: Path, jobs: Sequence[SweepJob], rows: Sequence[Row], ax
     listed = [
         {"job": job.name, "status": job.status, "overrides": job.overrides, "error": job.error or None} for job in jobs
     ]
-    _write(files[0], to_csv(rows))
+    write_text(files[0], to_csv(rows))
     partial = folder / "sweep.parquet.partial"
     write_parquet(partial, rows)
     os.replace(partial, files[1])
@@ -120,11 +120,5 @@ def _write_best(folder: Path, job: SweepJob, value: float | None) -> str:
     command = str((read_json(job.folder / "run.json", "a run's file; run the job again") or {}).get("command") or "")
     program = shlex.split(command)[:2] or ["python", "eval.py"]
     found = {"job": job.name, what: value, "overrides": overrides, "command": shlex.join([*program, *overrides])}
-    _write(folder / BEST_FILE, yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=1000))
+    write_text(folder / BEST_FILE, yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=1000))
     return f"best settings, {value:.4g} {what.replace('_per_', '/')}: {' '.join(overrides)} (in {folder / BEST_FILE})"
-
-
-def _write(path: Path, content: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(content, encoding="utf-8")
-    os.replace(partial, path)

@@ -6,12 +6,11 @@ Which method has which settings follows from the run's own configuration (``runt
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdiff2.evaluation.json_files import read_json
+from specdiff2.evaluation.json_files import read_json, write_text
 from specdiff2.evaluation.report_sweep import sweep_page
 from specdiff2.evaluation.sweep_axes import Axis, make_axis
 from specdiff2.runtime.grid import grid_methods
@@ -53,7 +52,5 @@ def write_grid_page(folder: Path) -> Path | None:
         return None
     made = [row for row in lines(rows) if "line" in row]
     note = "Methods of one run: every prompt was decoded with all of them in turn. The others are in report.html."
-    partial = folder / f"{GRID_FILE}.partial"
-    partial.write_text(sweep_page(axes, made, [], [note], grid=True), encoding="utf-8")
-    os.replace(partial, folder / GRID_FILE)
+    write_text(folder / GRID_FILE, sweep_page(axes, made, [], [note], grid=True))
     return folder / GRID_FILE

@@ -14,6 +14,7 @@ from typing import Any
 
 from specdiff2.decoding.drafter_names import is_own_folder, load_drafter_for
 from specdiff2.decoding.prompt_lookup import read_prompt_lookup
+from specdiff2.decoding.speculative import is_unlimited
 from specdiff2.models.ar_drafter import ARDrafter
 from specdiff2.models.causal_export import check_assistant_source, is_autoregressive, is_causal_source
 from specdiff2.models.eagle_files import check_eagle_source, is_eagle_source
@@ -72,7 +73,7 @@ def check_named_drafter(name: str, gamma: int | None, config: Mapping[str, Any],
             f"drafter={UNTRAINED} (the verifier's layers as copied)"
         )
     found = read_drafter_config(folder)  # refuses a damaged config before the verifier loads
-    if gamma is not None and gamma > found.gamma and getattr(found, "max_gamma", 0) is not None:
+    if gamma is not None and gamma > found.gamma and not is_unlimited(found):
         raise ConfigError(
             f"gamma={gamma}: expected at most {found.gamma}, the positions drafter {folder} was trained to draft; use "
             f"a smaller sampler.gamma or train with model.gamma={gamma}"

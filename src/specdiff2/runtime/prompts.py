@@ -6,20 +6,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specdiff2.data.mixed_prompts import MixedPrompts
-from specdiff2.data.overlap import check_no_overlap, explain, find_overlaps, without
+from specdiff2.data.overlap import check_no_overlap, leave_out
 from specdiff2.data.prompt import Prompt, PromptSource, require_unique_ids
 from specdiff2.data.prompts import BenchmarkPrompts
 from specdiff2.runtime.build import instantiate
 from specdiff2.types import ConfigError
 
-log = logging.getLogger(__name__)
 _REMEDY = (
     "benchmarks are never trained on: choose other rows (skip, limit) or drop the source, or leave these prompts out "
     "with data.drop_overlap=true"
@@ -102,10 +100,7 @@ def keep_apart(train: LoadedPrompts, data: Mapping[str, Any]) -> LoadedPrompts:
         return train
     kept = train.prompts
     for name, prompts in forbidden.items():
-        found = find_overlaps(prompts, kept)
-        if found:
-            log.warning("left out: %s", explain(found, name, "data.train_prompts", kept))
-            kept = without(kept, found)
+        kept = leave_out(prompts, name, kept, "data.train_prompts")
     if not kept:
         raise ConfigError("data.drop_overlap: no training prompt is left; choose other prompts")
     return dataclasses.replace(train, prompts=kept, origin=train.origin | {"content": content_digest(kept)})

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.generate import rollout_fingerprint
-from specdiff2.data.rollout_files import write_json_atomic
+from specdiff2.data.rollout_files import ROLLOUTS_FILE, write_json_atomic
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.data.signatures import sign_prompts
 from specdiff2.models.verifier import HFVerifier
@@ -20,7 +20,6 @@ from specdiff2.runtime.prompts import LoadedPrompts
 from specdiff2.types import ConfigError, SamplingParams
 
 log = logging.getLogger(__name__)
-ROLLOUTS_FILE = "rollouts.json"  # in a run folder
 SAMPLING_KEYS = ("temperatures", "top_k", "top_p", "samples_per_prompt", "max_new_tokens", "seed")
 
 

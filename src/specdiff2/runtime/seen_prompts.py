@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from specdiff2.data.chat import ChatEncoder
-from specdiff2.data.overlap import check_no_overlap, explain, find_overlaps, without
+from specdiff2.data.overlap import check_no_overlap, leave_out
 from specdiff2.data.prompt import Prompt
+from specdiff2.data.rollout_files import ROLLOUTS_FILE
 from specdiff2.data.rollout_prompts import store_signatures
 from specdiff2.data.signatures import SIGNATURES_FILE, read_signatures
 from specdiff2.evaluation.json_files import read_json
 from specdiff2.models.shipped import drafter_folder
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.runtime.named_drafters import training_run
-from specdiff2.runtime.rollouts import ROLLOUTS_FILE
 from specdiff2.runtime.run_facts import find_rollouts, read_run
 from specdiff2.types import ConfigError
 
@@ -54,11 +54,7 @@ def unseen_prompts(
         if not drop:
             check_no_overlap({where: signatures}, {f"benchmark {n}": prompts for n, prompts in kept.items()}, _REMEDY)
             continue
-        for name, prompts in kept.items():
-            found = find_overlaps(signatures, prompts)
-            if found:
-                log.warning("left out: %s", explain(found, where, f"benchmark {name}", prompts))
-                kept[name] = without(prompts, found)
+        kept = {name: leave_out(signatures, where, prompts, f"benchmark {name}") for name, prompts in kept.items()}
     empty = [name for name, prompts in kept.items() if not prompts]
     if empty:
         raise ConfigError(f"drop_overlap: no prompt of benchmark {empty[0]} is left; choose another benchmark")

@@ -15,10 +15,9 @@ from typing import Any
 
 import wandb
 
+from specdiff2.data.rollout_files import ROLLOUTS_FILE
 from specdiff2.models.pretrained import read_training_info
 from specdiff2.types import CorruptFileError
-
-ROLLOUTS_FILE = "rollouts.json"  # written by runtime.rollouts.note_rollouts: folder by split
 
 
 def read_rollouts(run_folder: Path) -> list[Path]:
