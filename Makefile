@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 # Where pip finds torch; e.g. TORCH_ARGS="--index-url <your CPU or CUDA index>". Default: the configured index.
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes side by side; tests that start processes of their own (marked distributed) come after them, one by one.
+JOBS ?= 2
 # One thread per test process: two spinning OpenMP threads on shared cores slow small operators many times.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false
 
@@ -37,7 +39,8 @@ demo: $(STAMP)
 	$(BIN)/python eval.py experiment=demo
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "not distributed" $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m distributed --durations=10 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

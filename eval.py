@@ -3,6 +3,8 @@
 python eval.py                                   # the drafter that the package ships, on unseen problems
 python eval.py sampler.K=8 sampler.gamma=8
 python eval.py -m sampler.K=1,4,8                # one merged table, CSV and K-curve
+python eval.py batch_sizes=[1,2,4,8,16]          # tokens/s of so many prompts at once
+torchrun --nproc-per-node 8 eval.py              # prompts split over processes, a GPU each; srun as well
 python eval.py prompt="Why is the sky blue?"     # show the streaks of one answer
 """
 

@@ -72,6 +72,28 @@ class VerifierSession(Protocol):
         ...
 
 
+class VerifierBatch(Protocol):
+    """Several prompts being decoded at once, each in a place of its own: 0, 1, ...
+
+    A verifier whose ``start_batch(num_rows, prompts, max_new_tokens)`` gives one scores all rows in one pass;
+    ``prompts`` are all that will ever be started, checked at once, at most ``num_rows`` of them at a time.
+    """
+
+    def start(self, place: int, prompt: Sequence[int], max_new_tokens: int) -> VerifierSession:
+        """Prefill ``prompt`` into ``place``: the next free one, or one whose earlier session has ended. ``score`` of
+        the session itself serves that row alone."""
+        ...
+
+    def score(self, trees: Sequence[TokenTree]) -> Float[Tensor, "node vocab"]:
+        """Logits after each node of each place's tree, one place after the other, in ONE forward pass; as if every
+        session had scored its own."""
+        ...
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Keep only these places, in this order: ``places[i]`` becomes place i."""
+        ...
+
+
 @runtime_checkable
 class Verifier(Protocol):
     """The frozen autoregressive target model P."""
@@ -191,6 +213,29 @@ class ConditionedDrafter(Protocol):
         ...
 
 
+class DrafterBatch(Protocol):
+    """The drafter's sessions of a ``VerifierBatch``, by the same places.
+
+    A drafter whose ``start_batch(num_rows, prompts, max_new_tokens)`` gives one (it may give None) drafts for all rows
+    in shared passes.
+    """
+
+    def start(
+        self,
+        place: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        verifier_session: VerifierSession,
+    ) -> DrafterSession: ...
+
+    def prepare(self, gammas: Sequence[int]) -> None:
+        """Run the passes that each place's next ``propose(gamma)`` or ``law(gamma)`` needs, together. 0: none."""
+        ...
+
+    def keep(self, places: Sequence[int]) -> None: ...
+
+
 class AcceptanceRule(Protocol):
     """Decides which path of a tree the verifier keeps, and the token after it."""
 
@@ -219,7 +264,7 @@ class Selector(Protocol):
 
 
 class Decoder(Protocol):
-    """Speculative and autoregressive decoding alike."""
+    """Speculative and autoregressive decoding alike; several prompts at once: ``decoding.batch.BatchDecoder``."""
 
     name: str
 

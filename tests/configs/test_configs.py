@@ -200,6 +200,28 @@ def test_warmup_is_a_share_or_a_number_of_steps(tmp_path: Path) -> None:
         build.instantiate(too_many["objective"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "stages"),
+    [
+        (["objective.steps=500"], [500, 1000]),  # the warm-up is half of it all
+        (["objective.steps=500", "objective.warmup_steps=20"], [20, 520]),
+        (["objective.steps=500", "max_steps=600"], [100, 600]),
+        (["objective=ce", "objective.steps=70"], [70]),
+    ],
+)
+def test_distillation_steps_decide_how_long_a_training_is(overrides, stages, tmp_path: Path) -> None:
+    config = checked("train", overrides, tmp_path)
+    schedule = build.instantiate(config["objective"])
+    assert [schedule.warmup_steps] * (len(stages) > 1) + [config["trainer"]["max_steps"]] == stages
+    assert config["scheduler"]["num_steps"] == stages[-1]
+
+
+def test_distillation_steps_beside_other_max_steps_are_refused(tmp_path: Path) -> None:
+    config = checked("train", ["objective.steps=601", "max_steps=600"], tmp_path)
+    with pytest.raises(ConfigError, match=r"objective\.steps=601 .*max_steps=600: leave max_steps out"):
+        build.instantiate(config["objective"])
+
+
 def test_no_python_in_yaml_and_no_equals_sign_in_names() -> None:
     for path in CONF.rglob("*.yaml"):
         text = path.read_text(encoding="utf-8")

@@ -87,12 +87,13 @@ def test_the_papers_pairs_on_a100s(script: str, model: str, verifier: str, devic
 def test_the_entry_point_prints_and_stops(tmp_path: Path) -> None:
     command = [
         sys.executable, "train.py", "model=diffucoder", "verifier=qwen72b", *A100, "hardware.num_devices=8",
-        f"paths.outputs={tmp_path}", f"hydra.run.dir={tmp_path}/run",
+        "trainer.devices=2", f"paths.outputs={tmp_path}", f"hydra.run.dir={tmp_path}/run",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     assert "8 x NVIDIA A100-SXM4-80GB" in done.stdout and "72.706 B parameters" in done.stdout
     assert "mean streak" in done.stdout and "WARNING" in done.stdout
+    assert "ddp on 1 node(s) of 2 device(s)" in done.stdout and "at most 75 GPU-hours" in done.stdout
     record = json.loads((tmp_path / "run" / "preflight.json").read_text(encoding="utf-8"))
     assert record["script"] == "train" and record["hours"]
     left = {path.name for path in (tmp_path / "run").iterdir()}
@@ -109,6 +110,8 @@ def test_a_model_that_is_nowhere_is_an_error_with_the_command(tmp_path: Path) ->
     [
         ("hardware.num_devices=0", "hardware.num_devices=0: expected a number >= 1"),
         ("hardware.bandwidth_gb_s=0", "hardware.bandwidth_gb_s=0"),
+        ("hardware.network_gb_s=0", "hardware.network_gb_s=0"),
+        ("hardware.communication_share=-1", "hardware.communication_share=-1"),
         ("hardware.reserve_gib=100", "hardware.reserve_gib=100"),
         ("hardware.memory_gib=none", "hardware.memory_gib='none'"),
         ("+hardware.speed=1", "hardware.speed"),
@@ -119,6 +122,57 @@ def test_a_model_that_is_nowhere_is_an_error_with_the_command(tmp_path: Path) ->
 def test_wrong_settings_are_refused(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         plan("eval", [*A100, override], tmp_path)
+
+
+# ---------------------------------------------------------------- clusters
+CLUSTER = [*A100, "model=diffucoder", "verifier=qwen72b", "trainer.devices=8", "max_steps=60000"]
+READ_ONLY = ["load_verifier=false", "callbacks.decoding_probe=null", "data.folder=/somewhere"]
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_command_for_nodes_of_eight_a100s(nodes: int, lora: bool, tmp_path: Path) -> None:
+    """145 GB of verifier beside 8 ranks fit nowhere; with stored rollouts both ways of training fit on one node."""
+    command = [*CLUSTER, "trainer=deepspeed_zero3", f"trainer.num_nodes={nodes}"]
+    command += [] if lora else ["model.lora=null"]
+    beside, alone = plan("train", command, tmp_path), plan("train", [*command, *READ_ONLY], tmp_path)
+    assert not phase(beside, "training")["fits"] and any("load_verifier=false" in text for text in beside["warnings"])
+    assert any("load_verifier=false" in text for text in remedies(beside, "training"))
+    assert [p["name"] for p in alone["phases"]] == ["training"] and phase(alone, "training")["fits"]
+    assert phase(alone, "training")["num_devices"] == 8 * nodes and list(alone["hours"]) == ["training 60000 steps"]
+    cluster = alone["cluster"]
+    assert (cluster["strategy"], [row["num_nodes"] for row in cluster["nodes"]]) == ("zero3", [1, 2, 4, 8])
+    assert all(row["fits"] for row in cluster["nodes"])
+    here = next(row for row in cluster["nodes"] if row["num_nodes"] == nodes)
+    assert here["gib_each"] == pytest.approx(phase(alone, "training")["total_gib"])
+    assert alone["hours"]["training 60000 steps"] == pytest.approx(here["hours"][1])
+    # 7.6 billion bfloat16 weights pass twice, up to (N - 1) / N of them
+    gathered = cluster["exchanges"]["all-gather of weights"]["gb"]
+    assert gathered == pytest.approx(2 * 2 * 7.6 * (8 * nodes - 1) / (8 * nodes), rel=0.02)
+
+
+def test_one_gpu_stays_within_the_papers_gpu_hours(tmp_path: Path) -> None:
+    """60,000 steps of 16 windows on one A100; on more devices every step trains more windows, so GPU-hours grow."""
+    found = plan("train", [*CLUSTER, *READ_ONLY, "trainer.devices=1"], tmp_path)
+    assert found["cluster"] is None and 20.0 < found["hours"]["training 60000 steps"] < 75.0
+    eight = plan("train", [*CLUSTER, *READ_ONLY, "trainer=ddp"], tmp_path)["cluster"]
+    assert eight["paper"]["our_gpu_hours"][0] == pytest.approx(8 * found["hours"]["training 60000 steps"])
+    assert 10 < eight["paper"]["windows_at_that_cost"][0] < 75 / found["hours"]["training 60000 steps"] * 16
+
+
+@pytest.mark.parametrize("trainer", names("trainer"))
+def test_every_trainer_plans(trainer: str, tmp_path: Path) -> None:
+    found = plan("train", [*CLUSTER, *READ_ONLY, f"trainer={trainer}"], tmp_path)
+    kinds = {"deepspeed_zero1": "zero1", "deepspeed_zero2": "zero2", "deepspeed_zero3": "zero3", "fsdp": "fsdp"}
+    assert found["cluster"]["strategy"] == kinds.get(trainer.removesuffix("_offload"), "ddp")
+    offloads = trainer.endswith("offload")
+    assert (found["cluster"]["nodes"][0]["host_gib_per_node"] > 1.0) is offloads
+    json.dumps(found, allow_nan=False)
+
+
+def test_more_devices_than_a_node_has_do_not_fit(tmp_path: Path) -> None:
+    found = plan("train", [*CLUSTER, *READ_ONLY, "trainer=ddp", "hardware.num_devices=4"], tmp_path)
+    assert any("needs 8 devices, here are 4" in text for text in found["warnings"])
 
 
 # ---------------------------------------------------------------- streaks
@@ -253,6 +307,9 @@ def test_a_released_verifier_leaves_the_training_plan(tiny: list[str], tmp_path:
 def test_a_block_drafter_beside_a_spread_verifier_is_called_out(tmp_path: Path) -> None:
     found = plan("eval", [*A100, "hardware.num_devices=2", "verifier=qwen72b", "model=smollm2_block"], tmp_path)
     assert any("block drafter borrows" in text for text in found["warnings"])
+    head = plan("eval", [*A100, "hardware.num_devices=2", "verifier=qwen72b", "model=smollm2_eagle"], tmp_path)
+    assert head["drafter"]["kind"] == "eagle"
+    assert any("EAGLE head borrows" in text for text in head["warnings"])
 
 
 def test_auto_precision_is_that_of_the_planned_device(tiny: list[str], tmp_path: Path) -> None:

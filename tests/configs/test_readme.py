@@ -11,11 +11,13 @@ import pytest
 
 from specdiff2.runtime import build
 from specdiff2.runtime.command import quote_prompt
-from specdiff2.runtime.config_schema import EvalConfig, TrainConfig
+from specdiff2.runtime.config_schema import EvalConfig, RolloutConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^    python (train|eval)\.py(.*)$", README, flags=re.MULTILINE)
+SCHEMAS = {"train": TrainConfig, "eval": EvalConfig, "rollout": RolloutConfig}
+LAUNCHED = r"^    (?:python|torchrun --nproc-per-node \d+) (train|eval|rollout)\.py(.*)$"
+COMMANDS = re.findall(LAUNCHED, README, flags=re.MULTILINE)
 TABLE_COMMANDS = re.findall(r"`python (train|eval)\.py ([^`]*experiment=[^`]*)`", README)
 HEADS = [  # an experiment's file begins with its commands
     command
@@ -38,13 +40,12 @@ def jobs(arguments: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("script", "arguments"), [*COMMANDS, *TABLE_COMMANDS, *HEADS])
 def test_commands_compose(script: str, arguments: str, tmp_path: Path) -> None:
-    schema = {"train": TrainConfig, "eval": EvalConfig}[script]
     for overrides in jobs(arguments):
-        build.check(build.load_config(ROOT / "conf", script, overrides, tmp_path), schema)
+        build.check(build.load_config(ROOT / "conf", script, overrides, tmp_path), SCHEMAS[script])
 
 
 def test_commands_are_found_and_sweeps_taken_apart() -> None:
-    assert {script for script, _ in COMMANDS} == {"train", "eval"} and len(COMMANDS) > 10
+    assert {script for script, _ in COMMANDS} == set(SCHEMAS) and len(COMMANDS) > 10
     assert len(TABLE_COMMANDS) > 8 and len(HEADS) > 20
     assert jobs(" -m a=1,2 b=x,y  # remark") == [["a=1", "b=x"], ["a=1", "b=y"], ["a=2", "b=x"], ["a=2", "b=y"]]
 

@@ -27,6 +27,7 @@ from specdiff2.objectives import CrossEntropy, ObjectiveSchedule, Streak
 from specdiff2.training.callbacks import StreakMonitor
 from specdiff2.types import WindowBatch
 
+pytestmark = pytest.mark.distributed
 SGD = partial(torch.optim.SGD, lr=1.0)
 
 

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from entry_runs import ROOT, Options, strict_json
+from entry_runs import ROOT, Options, metric, strict_json
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from slurm_cluster import wait_until
 
 from specdiff2.runtime.sweep_callback import planned_jobs
 from specdiff2.runtime.sweep_study import prepare_study, sampler_space
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-# the entry point of eval.py, but seed 7 ends the process as the kernel does when memory runs out
-CRASHING = """
-import os
-import eval as entry
-import hydra
-
-@hydra.main(version_base="1.3", config_path=str(entry.CONFIG_DIR), config_name="eval")
-def main(cfg):
-    if cfg.seed == 7:
-        os._exit(9)
-    return entry.main.__wrapped__(cfg)
-
-entry.build.run_entry_point(main, entry.CONFIG_DIR)
-"""
 
 
 def states(sweep: Path) -> list[str]:
@@ -75,17 +65,49 @@ def test_trainings_under_joblib_share_rollouts_and_a_rerun_does_what_is_missing(
 def test_under_submitit_a_crashed_job_is_listed_and_the_others_finish(
     run_script: Run, tiny_options: Options, tmp_path: Path
 ) -> None:
-    script = tmp_path / "crashing.py"
-    script.write_text(CRASHING, encoding="utf-8")
     options = [*tiny_options["eval"], "drafter=untrained", "benchmark.limit=1", "run_id=s/1"]
-    command = [str(script), "-m", *options, "hydra/launcher=submitit_local", "seed=7,0"]
-    done = run_script(*command, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    sweep = tmp_path / "outputs/multirun/crashing/s/1"
+    command = ["tests/crashing_eval.py", "-m", *options, "hydra/launcher=submitit_local", "seed=7,0"]
+    done = run_script(*command, cwd=tmp_path, PYTHONPATH=str(ROOT))  # for the unpickled entry point
+    sweep = tmp_path / "outputs/multirun/crashing_eval/s/1"
     assert done.returncode == 1 and "job 0 did not finish" in done.stdout, done.stdout + done.stderr
     stored = strict_json(sweep / "sweep.json")
     assert [job["status"] for job in stored["jobs"]] == ["running", "done"]
     assert {(row["job"], row["seed"]) for row in stored["rows"]} == {("1", 0)}
     assert "1 of 2 jobs done" in done.stdout
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_signalled_and_killed_trainings_end_as_an_undisturbed_one(
+    run_script: Run, tiny_options: Options, tmp_path: Path
+) -> None:
+    """Under submitit: SIGUSR2 to job 0, which is queued again; ``kill -9`` of job 1, which the rerun continues."""
+    options = [*tiny_options["train"], "publish=false", "max_steps=160", "objective.warmup_steps=0", "run_id=s/1"]
+    options += ["callbacks.decoding_probe=null", "callbacks.checkpoint.every_n_train_steps=19,20,21"]
+    options += ["callbacks.streak_monitor.every_n_steps=10", "hydra/launcher=submitit_local"]
+    sweep = tmp_path / "outputs/multirun/train/s/1"
+
+    def interrupt(job: str, number: int) -> None:
+        wait_until((sweep / job / "checkpoints/last.ckpt").is_file, 120, f"a checkpoint of job {job}")
+        os.kill(strict_json(sweep / job / "status.json")["pid"], number)
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(run_script, "train.py", "-m", *options, cwd=tmp_path)
+        interrupt("0", signal.SIGUSR2)
+        interrupt("1", signal.SIGKILL)
+    told = first.result()
+    assert told.returncode == 1 and states(sweep) == ["done", "running", "done"], told.stdout + told.stderr
+    where = strict_json(sweep / "1/status.json")
+    assert "job 1 did not finish" in told.stdout and f"local job {where['job_id']}, log {where['log']}" in told.stdout
+    again = run_script("train.py", "-m", *options, cwd=tmp_path)
+    assert again.returncode == 0 and states(sweep) == ["done"] * 3, again.stdout + again.stderr
+    logs = [(sweep / job / "train.log").read_text(encoding="utf-8") for job in "012"]
+    steps = [[int(step) for step in re.findall(r"resuming from \S+ at step (\d+)", log)] for log in logs]
+    assert [len(found) for found in steps] == [1, 1, 0] and all(0 < step < 160 for step in steps[0] + steps[1])
+    assert len({(sweep / job / "drafter/last/model.safetensors").read_bytes() for job in "012"}) == 1
+    assert metric(sweep / "0", "train/loss") == metric(sweep / "2", "train/loss")
+    rows = strict_json(sweep / "sweep.json")["rows"]
+    assert len(rows) == 3 and len({row["best_streak"] for row in rows}) == 1
 
 
 def test_a_search_goes_on_after_failures_and_continues(run_script: Run, tiny_options: Options, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def everything(verifier: HFVerifier) -> dict[str, Any]:
         name: [decoder.generate(prompt, max_new_tokens=24, rng=TorchRandomSource(3)).tokens for prompt in PROMPTS]
         for name, decoder in decoders.items()
     }
+    found["batch"] = [done.tokens for done in tree.generate_batch(PROMPTS, max_new_tokens=24)]
     generator = torch.Generator().manual_seed(5)
     found["sampled"] = verifier.sample_batch(PROMPTS, SamplingParams(temperature=1.0), 12, generator)
     found["fingerprint"] = verifier.fingerprint
@@ -108,7 +109,7 @@ def test_two_ranks_decode_and_sample_like_the_whole_model(ranks, family):
     source, found = ranks
     whole = HFVerifier.from_pretrained(str(source / family), dtype="float32", device="cpu")
     expected = everything(whole)
-    assert expected["tree"] == expected["alone"]
+    assert expected["tree"] == expected["batch"] == expected["alone"]
     for rank in found:
         assert {name: rank[family][name] for name in expected} == expected
         own = rank[family]["share"]

@@ -15,8 +15,9 @@ from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.models import layer_stack, packed_forward
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.block_drafter_config import evenly_spaced
+from specdiff2.models.window_law import draw_drafts
 from specdiff2.rng import TorchRandomSource
-from specdiff2.types import ConfigError, SamplingParams
+from specdiff2.types import ConfigError, SamplingParams, SpecDiffError
 
 GAMMA = 4
 EXACT = 1e-5
@@ -489,3 +490,25 @@ def test_prefix_loss_needs_a_shifted_causal_drafter(verifier, changes) -> None:
     batch = replace(make_batch([random_tokens(9)], [(0, 4)]), completion_start=torch.tensor([3]))
     with pytest.raises(ConfigError, match="prefix_loss_weight=0"):
         make_drafter(verifier, **changes).window_and_prefix_states(batch)
+
+
+# ---------------------------------------------------------------- drafts at temperature 0
+@pytest.mark.parametrize("markov_rank", [0, 4])
+def test_greedy_drafts_are_what_one_hot_rows_give_and_leave_the_seed_alike(verifier, markov_rank: int) -> None:
+    drafter = make_drafter(verifier, shifted=True, markov_rank=markov_rank)
+    if drafter.markov is not None:
+        torch.nn.init.normal_(drafter.markov.token_out)
+    law = drafter.start(random_tokens(9), GREEDY, 9).law(GAMMA)
+    drawn, expected = TorchRandomSource(3), TorchRandomSource(3)
+    tokens = draw_drafts(law, 2, GREEDY, drawn, False).tokens
+    rows = logits_to_probs(law.given_argmax_chain(), GREEDY)
+    assert torch.equal(tokens, law.ids[expected.chains(rows, 2)])
+    assert drawn.categorical(torch.ones(10**6)) == expected.categorical(torch.ones(10**6))
+
+
+def test_greedy_drafts_refuse_logits_that_are_no_law(verifier) -> None:
+    law = make_drafter(verifier).start(random_tokens(9), GREEDY, 9).law(GAMMA)
+    with torch.inference_mode():
+        law.base[1] = float("nan")
+    with pytest.raises(SpecDiffError, match="nan"):
+        draw_drafts(law, 1, GREEDY, TorchRandomSource(0), False)

@@ -11,7 +11,7 @@ from helpers import gap, make_batch, random_tokens, tiny_verifier
 
 from specdiff2.decoding.samplers import make_decoder
 from specdiff2.functional.previous_tokens import previous_tokens
-from specdiff2.models import window_session
+from specdiff2.models import window_law
 from specdiff2.models.block_drafter import BlockDrafter
 from specdiff2.models.context_drafter_session import ContextDrafterSession
 from specdiff2.models.pretrained import load_drafter, save_drafter
@@ -109,9 +109,9 @@ def test_stale_features_are_noticed(monkeypatch) -> None:
     """The planted mistake: hidden states of the round before. The check that catches it is the one above."""
 
     def stale(self, path, next_token, commit=HFVerifierSession.commit):
-        before = self._anchor_hidden
+        before = self._anchor
         commit(self, path, next_token)
-        self._anchor_hidden = before
+        self._anchor = before
 
     monkeypatch.setattr(HFVerifierSession, "commit", stale)
     with pytest.raises(AssertionError):
@@ -122,7 +122,7 @@ def test_features_of_the_wrong_node_are_noticed(monkeypatch) -> None:
     def wrong(self, path, next_token, commit=HFVerifierSession.commit):
         hidden = self._hidden
         commit(self, path, next_token)
-        self._anchor_hidden = tuple(layer[0, 0] for layer in hidden)
+        self._anchor = hidden, 0, 0
 
     monkeypatch.setattr(HFVerifierSession, "commit", wrong)
     with pytest.raises(AssertionError):
@@ -350,7 +350,7 @@ def test_gradients_reach_every_trained_part_and_nothing_of_the_verifier() -> Non
 
 @pytest.mark.parametrize("num_candidates", [256, 10])
 def test_candidates_are_the_law_on_a_short_list(monkeypatch, num_candidates: int) -> None:
-    monkeypatch.setattr(window_session, "NUM_CANDIDATES", num_candidates)
+    monkeypatch.setattr(window_law, "NUM_CANDIDATES", num_candidates)
     verifier = verifier_of()
     drafter = conditioned(verifier, markov_rank=3, draft_vocab_ids=list(range(5, 45)))
     row = random_tokens(8, 13, 60)

@@ -14,6 +14,7 @@ from family_checkpoints import FAMILY_NAMES, read_tensors, write_checkpoint, wri
 from helpers import byte_tokenizer, tiny_llama, tiny_verifier
 from peft import PeftModel
 from safetensors.torch import load_file
+from tiny_training import resumable_run
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,7 +26,7 @@ from specdiff2.models.families import FAMILIES
 from specdiff2.models.family_loading import load_family_model
 from specdiff2.models.lora import TARGETS
 from specdiff2.models.masked_lm_drafter import MaskedLMDrafter
-from specdiff2.models.pretrained import save_drafter
+from specdiff2.models.pretrained import load_drafter, read_training_info, save_drafter
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.runtime.export import main
 from specdiff2.types import SamplingParams
@@ -227,6 +228,20 @@ def test_a_damaged_adapter_is_not_exported(tmp_path: Path, capsys) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 8}))
     assert main([str(tmp_path / "drafter"), str(tmp_path / "out"), "--layout", "adapter"]) == 1
     assert "r is not 3" in capsys.readouterr().err
+
+
+def test_a_training_checkpoint_becomes_a_drafter_folder(tmp_path: Path, capsys) -> None:
+    _, module = resumable_run(tmp_path / "run", 5)
+    (checkpoint,) = (tmp_path / "run").rglob("*step*5*.ckpt")
+    assert main([str(checkpoint), str(tmp_path / "out"), "--layout", "drafter"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    again = load_drafter(tmp_path / "out", module.verifier)
+    expected = module.drafter.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    assert read_training_info(tmp_path / "out")["step"] == 5
+    assert main([str(tmp_path / "nothing.ckpt"), str(tmp_path / "new"), "--layout", "drafter"]) == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_drafters_beside_a_verifier_are_exported_from_the_command_line(tmp_path, capsys):

@@ -14,7 +14,8 @@ import pytest
 import torch
 from family_checkpoints import write_checkpoint
 from helpers import make_batch, tiny_llama, tiny_qwen2, tiny_verifier
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from preflight_plans import CONFIGS, HARDWARE, a_drafter, a_verifier, settings, shape, tiny_config
+from transformers import AutoModelForCausalLM
 
 from specdiff2.evaluation.cost_model import pass_seconds
 from specdiff2.models.activation_memory import TrainingPass, cast_weight_bytes, saved_per_token
@@ -25,41 +26,24 @@ from specdiff2.models.kv_cache import PreallocatedCache
 from specdiff2.models.layer_stack import run_generic
 from specdiff2.models.lora import TARGETS, add_lora
 from specdiff2.models.masked_lm_drafter import MaskedLMDrafter
-from specdiff2.models.model_shapes import ModelShape, find_shape, shape_of
+from specdiff2.models.model_shapes import ModelShape, find_shape
 from specdiff2.models.published_shapes import SHAPES, published_shape
 from specdiff2.objectives import Streak, StreakExpected
-from specdiff2.runtime.config_schema import HardwareSection
 from specdiff2.runtime.preflight_memory import decoding_phase, model_states, packed_size, rollout_phase, step_memory
 from specdiff2.runtime.preflight_settings import (
     DrafterSettings,
     TrainingSettings,
-    VerifierSettings,
     read_drafter,
     read_placement,
     read_quantization,
-    read_strategy,
 )
 from specdiff2.runtime.preflight_speed import Method, count_prompts, round_cost, speed_of, verifier_pass
+from specdiff2.runtime.preflight_strategy import read_strategy
 from specdiff2.training.chunked import chunked_objective
 from specdiff2.types import ConfigError, CorruptFileError, SamplingParams
 
 GIB = 2**30
 LORA = {"rank": 4, "alpha": 4, "dropout": 0.05, "targets": list(TARGETS)}
-HARDWARE = HardwareSection("box", 1, 80.0, 2.0, 2039.0, 312.0, 19.5, 0.69, 0.5, 1.2, 0.024, 2.0)
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-
-
-def tiny_config(model_type: str = "llama", **changes: Any) -> Any:
-    values = dict(
-        vocab_size=64, hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, attn_implementation="sdpa",
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return CONFIGS[model_type](**{**values, **changes})
-
-
-def shape(config: Any) -> ModelShape:
-    return shape_of(config, name="tiny", origin="a test")
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -323,15 +307,6 @@ def planned_step(drafter: DrafterSettings, training: TrainingSettings) -> float:
     return states["gradients"] + states["autocast copies"] + sum(step_memory(drafter, training).values())
 
 
-def settings(*, mixed: bool, chunk: int = 4, law: bool = False, **changes: Any) -> TrainingSettings:
-    values = dict(
-        strategy="one", num_ranks=1, compute="bfloat16" if mixed else "float32", mixed=mixed, batch_size=2,
-        windows_per_rollout=8, length=96, loss_chunk_windows=chunk, accumulate=1, max_steps=1,
-        verifier_stays=True, only_for_probe=False, reads_law=law,
-    )  # fmt: skip
-    return TrainingSettings(**{**values, **changes})
-
-
 # a plan must not be too small, and one that is twice too large would refuse runs that fit
 LOWEST, HIGHEST = 0.55, 1.02
 
@@ -382,30 +357,14 @@ def test_planned_steps_of_block_drafters_hold_real_ones(conditioning: str, mixed
 
 
 # ---------------------------------------------------------------- phases by hand
-def a_drafter(lora: Any = None, **changes: Any) -> DrafterSettings:
-    found = shape(tiny_config())
-    trained = found.num_parameters if lora is None else found.lora_parameters(lora["rank"], lora["targets"])
-    values = dict(
-        shape=found, num_trained=trained, draft_vocab=64, kind="masked_lm", attention="bidirectional", gamma=4,
-        num_slots=4, denoising_steps=1, weights="float32", lora=lora, gradient_checkpointing=False,
-    )  # fmt: skip
-    return DrafterSettings(**{**values, **changes})
-
-
-def a_verifier(split: str = "none", shards: int = 1, **changes: Any) -> VerifierSettings:
-    values = dict(shape=shape(tiny_config()), dtype="bfloat16", quantization=None, split="none", num_shards=1)
-    whole = VerifierSettings(**{**values, "first_share": 1.0, **changes})
-    return whole.spread(split, shards)
-
-
-@pytest.mark.parametrize(("stage", "weights", "gradients"), [(1, 1, 1), (2, 1, 4), (3, 4, 4)])
-def test_zero_partitions_2_2_12_bytes(stage: int, weights: int, gradients: int) -> None:
-    """ZeRO (1910.02054), full training in 16 bits on 4 ranks: what each stage divides."""
+@pytest.mark.parametrize(("stage", "weights", "gradients"), [(1, 2, 2), (2, 2, 4 / 4), (3, 2 / 4, 4 / 4)])
+def test_zero_partitions_weights_gradients_and_12_bytes(stage: int, weights: float, gradients: float) -> None:
+    """ZeRO (1910.02054), full training in 16 bits on 4 ranks: bytes a weight; partitioned gradients are float32."""
     drafter = a_drafter()
     states = model_states(drafter, settings(mixed=True, strategy=f"zero{stage}", num_ranks=4))
     n = drafter.num_trained
-    assert states["drafter weights"] == 2 * n / weights
-    assert states["gradients"] == 2 * n / gradients
+    assert states["drafter weights"] == n * weights
+    assert states["gradients"] == n * gradients
     assert states["optimizer"] == 12 * n / 4
 
 
@@ -473,7 +432,7 @@ def test_rollouts_need_a_cache_for_every_row() -> None:
     [
         ("auto", 1, "one"), ("auto", 2, "ddp"), ("ddp", 4, "ddp"), ("ddp_find_unused_parameters_true", 2, "ddp"),
         ("deepspeed", 4, "zero2"), ("deepspeed_stage_1", 4, "zero1"), ("deepspeed_stage_3_offload", 4, "zero3"),
-        ("fsdp", 4, "zero3"), ({"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 3}, 2, "zero3"),
+        ("fsdp", 4, "fsdp"), ({"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 3}, 2, "zero3"),
     ],
 )  # fmt: skip
 def test_strategies(value: Any, ranks: int, expected: str) -> None:

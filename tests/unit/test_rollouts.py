@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -10,16 +11,17 @@ import multiprocessing
 import os
 import resource
 import signal
+import tracemalloc
 from functools import partial
 
 import pytest
 from helpers import byte_tokenizer, tiny_verifier
 
-from specdiff2.data import rollout_files
+from specdiff2.data import id_digests, rollout_files
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.generate import generate_rollouts, rollout_fingerprint
 from specdiff2.data.prompt import Prompt
-from specdiff2.data.rollouts import RolloutStore
+from specdiff2.data.rollouts import RolloutStore, read_manifest
 from specdiff2.runtime.prompts import LoadedPrompts
 from specdiff2.runtime.rollouts import ensure_rollouts
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, Rollout, StorageError
@@ -194,19 +196,82 @@ def _append_one(folder, index) -> None:
     RolloutStore(folder, FINGERPRINT).append([rollout(index)])
 
 
-def test_a_second_writer_waits_and_sees_what_the_first_wrote(tmp_path):
+def test_a_second_writer_has_shards_of_its_own(tmp_path):
     store = RolloutStore(tmp_path, FINGERPRINT)
     store.append([rollout(0)])
-    process = multiprocessing.get_context("fork").Process(target=_append_one, args=(tmp_path, 1))
-    process.start()
-    process.join(0.5)
-    assert process.is_alive(), "waits for the lock"
-    assert RolloutStore(tmp_path, FINGERPRINT).ids() == {"r0"}, "readers do not wait"
+    assert _run(_append_one, tmp_path, 1) == 0, "does not wait for the first one"
+    assert RolloutStore(tmp_path, FINGERPRINT).ids() == {"r0", "r1"}
     store.append([rollout(2)])
+    with pytest.raises(ConfigError, match="'r1': already in"):
+        store.append([rollout(1)])
     store.close()
-    process.join(10)
-    assert process.exitcode == 0
-    assert [r.rollout_id for r in store.load()] == ["r0", "r2", "r1"]
+    assert _run(_append_one, tmp_path, 3) == 0, "takes the place that is free again"
+    assert [path.name for path in rollout_files.list_shards(tmp_path)] == [
+        "shard-00000.jsonl",
+        "shard-w001-00000.jsonl",
+    ]
+    assert [r.rollout_id for r in store.load()] == ["r0", "r2", "r3", "r1"]
+
+
+def test_every_writer_may_leave_half_a_line(tmp_path, caplog):
+    """Readers skip them; who starts to write cuts those of dead writers, and leaves that of a living one alone."""
+    filled(tmp_path, 2)
+    half = rollout_files.encode_rollout(rollout(9))[:30]
+    dead, alive = rollout_files.shard_path(tmp_path, 1, 0), rollout_files.shard_path(tmp_path, 2, 0)
+    for path, index in ((dead, 2), (alive, 3)):
+        path.write_bytes(rollout_files.encode_rollout(rollout(index)) + half)
+    store = RolloutStore(tmp_path, FINGERPRINT)
+    assert [r.rollout_id for r in store.load()] == ["r0", "r1", "r2", "r3"]
+    with open(tmp_path / ".writer-002.lock", "ab") as held, caplog.at_level(logging.WARNING):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        store.append([rollout(4)])
+    assert caplog.text.count("unfinished") == 1 and dead.name in caplog.text
+    assert dead.read_bytes().endswith(b"\n") and alive.read_bytes().endswith(half)
+    store.close()
+    dead.rename(rollout_files.shard_path(tmp_path, 2, 1))  # now the half line is not the end of that writer's shards
+    with pytest.raises(CorruptFileError, match=r"shard-w002-00000\.jsonl:2: the line is cut off"):
+        store.load()
+
+
+def test_a_writer_follows_what_others_take_back(tmp_path):
+    """A batch that could not be synced is cut off again, maybe after others have read it."""
+    filled(tmp_path, 3)
+    other = RolloutStore(tmp_path, FINGERPRINT)
+    other.lock()
+    shard = tmp_path / "shard-00000.jsonl"
+    os.truncate(shard, len(rollout_files.encode_rollout(rollout(0))))
+    assert other.holds(["r0", "r2"]) == [True, True] and other.num_known == 3
+    other.refresh()
+    assert other.holds(["r0", "r2"]) == [True, False] and other.num_known == 1
+    other.append([rollout(2)])
+    assert other.ids() == {"r0", "r2"}
+
+
+def test_complete_means_as_the_manifest_says(tmp_path):
+    store = RolloutStore(tmp_path, FINGERPRINT)
+    store.append([Rollout("a", [1], [5, 6, 7], 0.0, {"finish_reason": "stop"}), rollout(1)])
+    assert not store.is_complete()
+    store.note_complete([{"engine": "x"}])
+    said = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))["complete"]
+    assert (said["num_rollouts"], said["num_tokens"], said["meta"]) == (2, 6, {"finish_reason": {"stop": 1}})
+    size = (tmp_path / "shard-00000.jsonl").stat().st_size
+    assert said["shards"] == {"shard-00000.jsonl": {"bytes": size, "num_rollouts": 2, "num_tokens": 6}}
+    assert store.is_complete() and store.is_complete(2) and not store.is_complete(3)
+    store.append([rollout(2)])
+    assert not store.is_complete()
+    assert read_manifest(tmp_path) == FINGERPRINT
+
+
+def test_ids_take_eight_bytes_each(monkeypatch):
+    monkeypatch.setattr(id_digests, "_MAX_PENDING", 1000)
+    ids, names = id_digests.IdDigests(), [f"prompt-{n}/T0/0" for n in range(30_000)]
+    tracemalloc.start()
+    assert all(ids.add(name) for name in names)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size < 30_000 * 8 + 250_000, "the rest is the set that waits to be sorted in"
+    assert len(ids) == 30_000 and not any(ids.add(name) for name in names[::1000])
+    assert ids.holds(["other", names[0], names[-1]]) == [False, True, True]
 
 
 # ---------------------------------------------------------------- how prompts were written

@@ -180,8 +180,31 @@ def test_curves_up_to_the_checkpoint_are_continued(tmp_path: Path) -> None:
     lines = (tmp_path / "new/metrics.csv").read_text(encoding="utf-8").split()
     assert lines[0] == "epoch,step,train/loss,val/streak"
     assert lines[-3:] == ["0,5,,5.1", "0,5,5.5,", "0,6,,6.1"] and len(lines) == 1 + 13
-    resume.continue_curves(checkpoint, tmp_path / "old")  # the same folder keeps what it has
-    assert (tmp_path / "old/metrics.csv").read_text(encoding="utf-8") == rows
+    resume.continue_curves(checkpoint, tmp_path / "old")  # a killed run goes on in its own folder: the same rows there
+    assert (tmp_path / "old/metrics.csv").read_text(encoding="utf-8").split() == lines
+    (tmp_path / "new/metrics.csv").write_text(rows, encoding="utf-8")  # another folder keeps what it has
+    resume.continue_curves(checkpoint, tmp_path / "new")
+    assert (tmp_path / "new/metrics.csv").read_text(encoding="utf-8") == rows
+
+
+def test_a_run_goes_on_with_its_own_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the same settings only; where the last one is torn, the newest whole one."""
+    assert resume.own_checkpoint(tmp_path, "abc") is None
+    folder = tmp_path / "checkpoints"
+    content = torch.load(write_checkpoint(tmp_path), weights_only=True)
+    content["specdiff2"]["settings"] = "abc"
+    torch.save(content, folder / "step-4.ckpt")
+    (folder / "last.ckpt").write_bytes(b"torn")
+    found = resume.own_checkpoint(tmp_path, "abc")
+    assert found is not None and found.path.name == "step-4.ckpt" and found.step == 6
+    assert resume.own_checkpoint(tmp_path, "def") is None and "other settings" in caplog.text
+
+
+def test_settings_that_compute_the_same_run_have_one_digest() -> None:
+    config = {key: key for key in resume.DECISIVE} | {"run_id": "a", "threads": 1, "trainer": {"devices": 2}}
+    digest = resume.settings_digest(config)
+    assert digest == resume.settings_digest(config | {"run_id": "b", "threads": 2, "trainer": {"devices": 1}})
+    assert digest != resume.settings_digest(config | {"seed": 1})
 
 
 # ---------------------------------------------------------------- published drafters

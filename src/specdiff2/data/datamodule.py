@@ -1,7 +1,8 @@
 """The Lightning data module: rollouts in, resumable window batches out.
 
 Wiring only: rows and steps are ``data.step_loader``, windows ``data.windows``, sampling ``data.generate`` and
-``data.online``. Use it with ``Trainer(use_distributed_sampler=False)``; its loaders know their rank.
+``data.online``. Of a store only an index is open (``data.rollout_indexing``), so its size does not matter. Use it with
+``Trainer(use_distributed_sampler=False)``; its loaders know their rank.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lightning.pytorch import LightningDataModule
 
 from specdiff2.data.fixed_loader import FixedLoader
 from specdiff2.data.online import OnlineRollouts
+from specdiff2.data.rollout_indexing import open_index
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.data.step_loader import StepLoader
 from specdiff2.data.windows import Masking, WindowCollator, usable_rollouts
@@ -30,23 +32,24 @@ class RolloutDataModule(LightningDataModule):
     """Windows of training rollouts (drawn anew each step) and of held-out ones (always the same).
 
     Args:
-        train: a store, its folder, or rollouts.
+        train: a store, its folder, or rollouts (a list, or read lazily).
         val: likewise; None for no validation.
         gamma: drafted positions of a window.
-        batch_size: rollouts per step and rank.
+        batch_size: rollouts per step and rank; the windows of a step depend on batch_size * ranks only.
         windows_per_rollout: windows drawn in each.
         val_windows_per_rollout: evenly spaced windows in each held-out rollout.
         masking: ``random`` when an objective of the schedule wants revealed tokens (``mdm``), else ``full``.
         max_length: longer rollouts are dropped (prompt + completion tokens).
         steps_per_epoch: None takes one pass over the data, rounded up to whole accumulation groups.
         bucket_batches: sort rows by length within so many steps.
-        seed: decides rows, anchors and masks together with rank and step.
+        seed: decides rows, anchors and masks together with the step.
         expected: fingerprint keys (verifier, tokenizer) that stores must have.
         online: source of fresh rollouts for ``refresh``.
 
     Raises (in ``setup``):
         ConfigError: no usable rollout in ``train`` or ``val``, or no store in a folder.
         MismatchError: a store was sampled from another verifier or tokenizer.
+        CorruptFileError: a store holds a line that is no rollout, or an id twice.
     """
 
     def __init__(
@@ -72,8 +75,8 @@ class RolloutDataModule(LightningDataModule):
         self.batch_size, self.max_length, self.bucket_batches, self.seed = batch_size, max_length, bucket_batches, seed
         self.steps_per_epoch, self.expected, self.online = steps_per_epoch, expected, online
         self._train_source, self._val_source = train, val
-        self.train_rollouts: list[Rollout] = []
-        self.val_rollouts: list[Rollout] = []
+        self.train_rollouts: Sequence[Rollout] = []
+        self.val_rollouts: Sequence[Rollout] = []
         self._loader: StepLoader | None = None
         self._num_refreshes = 0
 
@@ -140,12 +143,12 @@ class RolloutDataModule(LightningDataModule):
             if self.steps_per_epoch is None:  # one pass over the rollouts the run began with
                 self.steps_per_epoch = state_dict["steps_per_epoch"]
 
-    def _load(self, split: str, source: RolloutSource) -> list[Rollout]:
+    def _load(self, split: str, source: RolloutSource) -> Sequence[Rollout]:
         if isinstance(source, (str, Path)):
             source = RolloutStore.open(source, self.expected)
-        return self._usable(split, source.load() if isinstance(source, RolloutStore) else source)
+        return self._usable(split, open_index(source.folder) if isinstance(source, RolloutStore) else source)
 
-    def _usable(self, split: str, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def _usable(self, split: str, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         usable, drops = usable_rollouts(rollouts, self.max_length)
         if drops.total:
             _log.warning(

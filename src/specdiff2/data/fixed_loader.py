@@ -1,4 +1,4 @@
-"""Held-out windows for validation: collated once, read as often as needed."""
+"""Held-out windows for validation: always the same, read when they are asked for."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class FixedLoader:
         check_count("batch_size", batch_size, 1)
         if not rollouts:
             raise ConfigError("validation rollouts: an empty list; give some, or none at all (null)")
-        rows = list(rollouts) * max(1, -(-world_size // len(rollouts)))
-        num_rows = len(rows) // world_size * world_size
-        mine = rows[rank:num_rows:world_size]
-        self._batches = [collator(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
+        self._rollouts, self._collator, self._batch_size = rollouts, collator, batch_size
+        num_rows = len(rollouts) * max(1, -(-world_size // len(rollouts)))
+        self._rows = range(rank, num_rows // world_size * world_size, world_size)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return -(-len(self._rows) // self._batch_size)
 
     def __iter__(self) -> Iterator[WindowBatch]:
-        return iter(self._batches)
+        for start in range(0, len(self._rows), self._batch_size):
+            rows = self._rows[start : start + self._batch_size]
+            yield self._collator([self._rollouts[row % len(self._rollouts)] for row in rows])

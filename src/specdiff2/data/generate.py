@@ -2,23 +2,25 @@
 
 The plan (which ids form which batch, and each batch's seed) depends only on the arguments. A resumed run makes
 the same plan, skips batches that are complete, and samples an incomplete one as a whole again with its own seed,
-keeping what is missing: the store ends up as after an uninterrupted run.
+keeping what is missing: the store ends up as after an uninterrupted run. Any number of processes may do that at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from specdiff2.data.chat import ChatEncoder
-from specdiff2.data.prompt import Prompt, check_count, require_unique_ids
+from specdiff2.data.prompt import Prompt, check_count
+from specdiff2.data.rollout_plan import RolloutPlan
+from specdiff2.data.rollout_progress import Progress, read_progress
+from specdiff2.data.rollout_work import OpenBatches
 from specdiff2.data.rollouts import RolloutStore, check_fingerprint
 from specdiff2.data.seeding import stable_generator
-from specdiff2.types import ConfigError, Rollout, SamplingParams
+from specdiff2.types import ConfigError, CorruptFileError, SamplingParams
 
 
 class BatchSampler(Protocol):
@@ -32,18 +34,49 @@ class BatchSampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRollout:
-    """One completion to be sampled."""
+class RolloutLaw:
+    """How every rollout of a plan is drawn, apart from its temperature."""
 
-    rollout_id: str
-    prompt_id: str
-    prompt_ids: list[int]
-    temperature: float
+    top_k: int
+    top_p: float
+    max_new_tokens: int
+    seed: int
+
+
+class RolloutEngine(Protocol):
+    """What samples: ``VerifierEngine``, or a server (``data.served.ServedEngine``)."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the manifest says about it; JSON-ready."""
+        ...
+
+    def fill(self, verifier: Any, work: OpenBatches, law: RolloutLaw) -> None:
+        """Sample and append until ``work`` has nothing left."""
+        ...
+
+
+class VerifierEngine:
+    """The verifier itself, in this process, a batch at a time."""
+
+    facts: Mapping[str, Any] = {"engine": "transformers"}
+
+    def fill(self, verifier: BatchSampler, work: OpenBatches, law: RolloutLaw) -> None:
+        while batch := work.take(wait=True):
+            items = batch.items
+            sampling = SamplingParams(items[0].temperature, law.top_k, law.top_p)
+            # the whole batch, also where only a part is missing: rows share the batch's random numbers
+            generator = stable_generator("rollouts", law.seed, *(item.rollout_id for item in items))
+            prompts = [item.prompt_ids for item in items]
+            completions = verifier.sample_batch(prompts, sampling, law.max_new_tokens, generator)
+            sampled = zip(items, completions, batch.missing, strict=True)
+            work.append([item.rollout(completion) for item, completion, missing in sampled if missing])
+            work.release(batch)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationReport:
-    """``num_reused`` were in the store already, ``num_new`` were sampled: ``num_tokens`` tokens in all."""
+    """``num_reused`` were in the store already, this process sampled ``num_new``: ``num_tokens`` tokens in all."""
 
     num_reused: int
     num_new: int
@@ -97,8 +130,11 @@ def generate_rollouts(
     max_new_tokens: int = 256,
     seed: int = 0,
     progress: bool = True,
+    engine: RolloutEngine | None = None,
 ) -> GenerationReport:
     """Sample ``samples_per_prompt`` completions per prompt and temperature (one at temperature 0) into ``store``.
+
+    Returns when the store is complete, whoever sampled it. ``engine`` None: ``verifier`` itself.
 
     Raises:
         ConfigError: a count below 1, no prompt, or a prompt that does not fit the verifier's context.
@@ -111,78 +147,47 @@ def generate_rollouts(
     wanted = sampling_key | {"max_new_tokens": max_new_tokens}
     wanted = {key: value for key, value in wanted.items() if key in store.fingerprint}
     check_fingerprint(store.fingerprint, wanted, store.folder, exact=False)
-    plan = plan_rollouts(encoder, prompts, temperatures, samples_per_prompt)
-    for item in plan:
-        if len(item.prompt_ids) + max_new_tokens > verifier.max_length:
-            raise ConfigError(
-                f"prompt {item.prompt_id!r}: {len(item.prompt_ids)} tokens + max_new_tokens={max_new_tokens} exceed "
-                f"the verifier's context of {verifier.max_length}; lower max_new_tokens or leave the prompt out"
-            )
-    store.lock()
+    plan = RolloutPlan(encoder, prompts, temperatures, samples_per_prompt)
+    prompt, num_tokens = plan.longest
+    if num_tokens + max_new_tokens > verifier.max_length:
+        raise ConfigError(
+            f"prompt {prompt.prompt_id!r}: {num_tokens} tokens + max_new_tokens={max_new_tokens} exceed "
+            f"the verifier's context of {verifier.max_length}; lower max_new_tokens or leave the prompt out"
+        )
+    if store.is_complete(len(plan)):
+        return GenerationReport(num_reused=len(plan), num_new=0, num_tokens=0)
+    law = RolloutLaw(top_k, top_p, max_new_tokens, seed)
+    return _fill(engine or VerifierEngine(), verifier, store, plan, batch_size, law, progress)
+
+
+def _fill(
+    engine: RolloutEngine,
+    verifier: BatchSampler,
+    store: RolloutStore,
+    plan: RolloutPlan,
+    batch_size: int,
+    law: RolloutLaw,
+    visible: bool,
+) -> GenerationReport:
+    writer = store.lock()
     try:
-        return _sample_missing(verifier, plan, store, top_k, top_p, batch_size, max_new_tokens, seed, progress)
+        there = store.num_known
+        with (
+            Progress(store.folder, writer, len(plan), there, facts=engine.facts, visible=visible) as progress,
+            OpenBatches(store, plan, batch_size, progress) as work,
+        ):
+            engine.fill(verifier, work, law)
+            store.refresh()
+            progress.show(store.num_known)
+        if store.num_known < len(plan):
+            raise CorruptFileError(
+                f"{store.folder}: {store.num_known} of {len(plan)} rollouts, though all were written; another process "
+                "deleted some: run the same command again to sample them"
+            )
+        store.note_complete(read_progress(store.folder))
+        return GenerationReport(num_reused=there, num_new=work.num_new, num_tokens=work.num_new_tokens)
     finally:
         store.close()
-
-
-def plan_rollouts(
-    encoder: ChatEncoder, prompts: Sequence[Prompt], temperatures: Sequence[float], samples_per_prompt: int
-) -> list[PlannedRollout]:
-    """Everything to be sampled: grouped by temperature, longest prompts first (memory and ETA are honest early)."""
-    require_unique_ids(prompts, "rollouts")
-    encoded = [(prompt.prompt_id, encoder.encode(prompt)) for prompt in prompts]
-    encoded.sort(key=lambda pair: (-len(pair[1]), pair[0]))
-    return [
-        PlannedRollout(f"{prompt_id}/T{float(temperature):g}/{sample}", prompt_id, ids, float(temperature))
-        for temperature in temperatures
-        for prompt_id, ids in encoded
-        for sample in range(samples_per_prompt if temperature > 0 else 1)
-    ]
-
-
-def _sample_missing(
-    verifier: BatchSampler,
-    plan: list[PlannedRollout],
-    store: RolloutStore,
-    top_k: int,
-    top_p: float,
-    batch_size: int,
-    max_new_tokens: int,
-    seed: int,
-    progress: bool,
-) -> GenerationReport:
-    have = store.ids()
-    num_missing = sum(item.rollout_id not in have for item in plan)
-    num_tokens = 0
-    with tqdm(total=num_missing, desc="rollouts", unit="rollout", disable=not progress or not num_missing) as bar:
-        for batch in plan_batches(plan, batch_size):
-            missing = [item.rollout_id not in have for item in batch]
-            if not any(missing):
-                continue
-            sampling = SamplingParams(batch[0].temperature, top_k, top_p)
-            # the whole batch, also where only a part is missing: rows share the batch's random numbers
-            generator = stable_generator("rollouts", seed, *(item.rollout_id for item in batch))
-            prompts = [item.prompt_ids for item in batch]
-            completions = verifier.sample_batch(prompts, sampling, max_new_tokens, generator)
-            new = [
-                Rollout(item.rollout_id, item.prompt_ids, completion, item.temperature, {"prompt_id": item.prompt_id})
-                for item, completion, wanted in zip(batch, completions, missing, strict=True)
-                if wanted
-            ]
-            store.append(new)
-            num_tokens += sum(len(rollout.completion_ids) for rollout in new)
-            bar.update(len(new))
-    return GenerationReport(num_reused=len(plan) - num_missing, num_new=num_missing, num_tokens=num_tokens)
-
-
-def plan_batches(plan: list[PlannedRollout], batch_size: int) -> list[list[PlannedRollout]]:
-    """Consecutive items of one temperature."""
-    batches: list[list[PlannedRollout]] = []
-    for item in plan:
-        if not batches or len(batches[-1]) == batch_size or batches[-1][0].temperature != item.temperature:
-            batches.append([])
-        batches[-1].append(item)
-    return batches
 
 
 def _sampling_key(

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdiff2.data.chat import ChatEncoder
-from specdiff2.data.generate import BatchSampler, plan_batches, plan_rollouts
+from specdiff2.data.generate import BatchSampler
 from specdiff2.data.prompt import Prompt, check_count, require_unique_ids, shuffled
+from specdiff2.data.rollout_plan import RolloutPlan
 from specdiff2.data.seeding import stable_generator
 from specdiff2.types import Rollout, SamplingParams
 
@@ -47,9 +48,10 @@ class OnlineRollouts:
         count = min(self.prompts_per_round, len(self.prompts))
         start = (round_index * world_size + rank) * count
         chosen = [self.prompts[(start + offset) % len(self.prompts)] for offset in range(count)]
-        plan = plan_rollouts(self.encoder, chosen, self.temperatures, self.samples_per_prompt)
+        plan = RolloutPlan(self.encoder, chosen, self.temperatures, self.samples_per_prompt)
         rollouts: list[Rollout] = []
-        for batch in plan_batches(plan, self.batch_size):
+        for rows in plan.batches(self.batch_size):
+            batch = [plan[row] for row in rows]
             sampling = SamplingParams(batch[0].temperature, self.top_k, self.top_p)
             ids = [item.rollout_id for item in batch]
             generator = stable_generator("online", self.seed, round_index, rank, *ids)

@@ -1,6 +1,7 @@
 """Files of a rollout store: shards of one JSON record per line, and JSON written atomically.
 
-Only bytes and paths; what the records mean for a run is the store's business (``data.rollouts``).
+Each writer appends to shards of its own: ``shard-00000.jsonl`` ... of writer 0, ``shard-w001-00000.jsonl`` ... of
+writer 1. Only bytes and paths; what the records mean for a run is the store's business (``data.rollouts``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +22,7 @@ from specdiff2.types import CorruptFileError, Rollout, StorageError
 
 _log = logging.getLogger(__name__)
 ROLLOUTS_FILE = "rollouts.json"  # in the folder of a training run: its stores by split
-_REMEDY = "delete this line (the rollout is sampled again on the next run) or the whole folder"
+REMEDY = "delete this line (the rollout is sampled again on the next run) or the whole folder"
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
@@ -37,7 +40,7 @@ def decode_rollout(line: bytes, where: str) -> Rollout:
     """Raises:
     CorruptFileError: not a JSON object with the fields of a rollout.
     """
-    record = parse_object(line, where, _REMEDY)
+    record = parse_object(line, where, REMEDY)
     ids = [record.get("prompt_ids"), record.get("completion_ids")]
     well_formed = (
         isinstance(record.get("rollout_id"), str)
@@ -48,55 +51,67 @@ def decode_rollout(line: bytes, where: str) -> Rollout:
     if not well_formed:
         raise CorruptFileError(
             f"{where}: not a rollout (has: {', '.join(record)}); expected rollout_id, temperature, prompt_ids, "
-            f"completion_ids and meta; {_REMEDY}"
+            f"completion_ids and meta; {REMEDY}"
         )
     rollout_id, prompt_ids, completion_ids = (record[key] for key in ("rollout_id", "prompt_ids", "completion_ids"))
     return Rollout(rollout_id, prompt_ids, completion_ids, float(record["temperature"]), record["meta"])
 
 
-def shard_path(folder: Path, index: int) -> Path:
-    return folder / f"shard-{index:05d}.jsonl"
+def shard_path(folder: Path, writer: int, index: int) -> Path:
+    """Shard ``index`` of one writer. Writer 0 has the names that stores of one writer always had."""
+    return folder / (f"shard-{index:05d}.jsonl" if writer == 0 else f"shard-w{writer:03d}-{index:05d}.jsonl")
 
 
 def list_shards(folder: Path) -> list[Path]:
+    """Writer by writer, each writer's in the order they were begun: the order of the rollouts of a store."""
     return sorted(folder.glob("shard-*.jsonl"))
 
 
-def read_shards(folder: Path) -> Iterator[Rollout]:
-    """Every complete record in order. The end of the last shard, if it lacks its newline, is not a record yet.
+def shard_writer(shard: Path) -> int:
+    parts = shard.stem.split("-")
+    return 0 if len(parts) == 2 else int(parts[1].removeprefix("w"))
+
+
+def last_shards(shards: Sequence[Path]) -> set[Path]:
+    """The shards that writers append to, one a writer: only these may end in an unfinished line."""
+    return set({shard_writer(shard): shard for shard in shards}.values())
+
+
+def shard_lines(
+    shard: Path, *, offset: int = 0, number: int = 0, last: bool = True
+) -> Iterator[tuple[int, int, bytes]]:
+    """(line number from 1, offset of its first byte, the line without its newline) of each complete line.
+
+    Args:
+        offset, number: begin there: the end of the last line that is known, and how many lines come before.
+        last: the shard may end in an unfinished line, which is not given. A writer may be in the middle of it.
 
     Raises:
-        CorruptFileError: a complete line that is no rollout, an id for the second time, or an unfinished
-            line anywhere but at the very end.
+        CorruptFileError: an unfinished line in a shard that is not a writer's last.
     """
-    seen: set[str] = set()
-    shards = list_shards(folder)
-    for shard in shards:
-        *lines, tail = shard.read_bytes().split(b"\n")
-        if tail and shard != shards[-1]:
-            raise CorruptFileError(f"{shard}:{len(lines) + 1}: the line is cut off; {_REMEDY}")
-        for number, line in enumerate(lines, start=1):
-            rollout = decode_rollout(line, f"{shard}:{number}")
-            if rollout.rollout_id in seen:
-                raise CorruptFileError(f"{shard}:{number}: rollout {rollout.rollout_id!r} is there twice; {_REMEDY}")
-            seen.add(rollout.rollout_id)
-            yield rollout
+    with open(shard, "rb") as file:
+        file.seek(offset)
+        for line in file:
+            number += 1
+            if not line.endswith(b"\n"):
+                if not last:
+                    raise CorruptFileError(f"{shard}:{number}: the line is cut off; {REMEDY}")
+                return
+            yield number, offset, line[:-1]
+            offset += len(line)
 
 
-def drop_unfinished_line(folder: Path) -> int:
-    """Cut what a killed process left after the last newline; returns the number of bytes cut."""
-    shards = list_shards(folder)
-    if not shards:
-        return 0
-    data = shards[-1].read_bytes()
-    complete = data.rfind(b"\n") + 1
-    if complete < len(data):
-        os.truncate(shards[-1], complete)
-    return len(data) - complete
+def drop_unfinished_line(shard: Path) -> int:
+    """Cut what a killed process left after the last newline; returns the number of bytes cut. For the shard's owner."""
+    complete = sum(len(line) + 1 for _, _, line in shard_lines(shard))
+    num_bytes = shard.stat().st_size - complete
+    if num_bytes:
+        os.truncate(shard, complete)
+    return num_bytes
 
 
 def acquire_lock(folder: Path) -> IO[bytes]:
-    """The folder's one writer lock, waited for if another process has it; given back by ``release_lock``.
+    """The folder's one lock for changes to its other files, waited for; given back by ``release_lock``.
 
     Raises:
         StorageError: the lock file cannot be created.
@@ -105,11 +120,13 @@ def acquire_lock(folder: Path) -> IO[bytes]:
         file = open(folder / ".lock", "ab")  # noqa: SIM115 (stays open as long as the lock is held)
     except OSError as error:
         raise storage_error(folder / ".lock", error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _log.warning("waiting for another process that writes to %s", folder)
-        fcntl.flock(file, fcntl.LOCK_EX)
+    for _ in range(20):  # others mostly need it for moments, which is not worth a line
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        time.sleep(0.05)
+    _log.warning("waiting for another process that writes to %s", folder)
+    fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
 
@@ -151,7 +168,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         StorageError: the disk is full or refuses; an old file is still there.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # pids of two machines may be equal
     try:
         with open(temporary, "wb") as file:
             file.write(data)

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from specdiff2.data.chat import ChatEncoder
-from specdiff2.data.rollout_files import read_shards
+from specdiff2.data.rollout_scan import read_shards
 from specdiff2.data.signatures import SIGNATURES_FILE, Signatures, read_signatures, sign_texts
 
 log = logging.getLogger(__name__)

@@ -1,37 +1,41 @@
 """Rollouts on disk: append-only shards and a manifest that says what they were sampled from.
 
 A store survives being killed at any point: records are appended whole and synced, an unfinished last line is
-dropped by the next writer, the manifest is replaced atomically. One process writes at a time; readers need no
-lock. The store never decides what to sample (``data.generate`` does).
+dropped by the next writer, the manifest is replaced atomically. Any number of processes write at once, each to shards
+of its own; readers need no lock. The store never decides what to sample (``data.generate`` does).
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from specdiff2.data.rollout_files import (
     acquire_lock,
     append_bytes,
     drop_unfinished_line,
     encode_rollout,
+    last_shards,
     list_shards,
-    read_shards,
     release_lock,
     shard_path,
+    shard_writer,
     storage_error,
     write_atomic,
     write_json_atomic,
 )
+from specdiff2.data.rollout_locks import WriterSlot, if_abandoned
+from specdiff2.data.rollout_scan import StoreScan, read_shards
 from specdiff2.data.signatures import SIGNATURES_FILE, Signatures
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, Rollout
 
 FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
 _log = logging.getLogger(__name__)
 
 
@@ -53,8 +57,8 @@ class RolloutStore:
         self.folder = Path(folder)
         self.fingerprint: dict[str, Any] = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
         self._max_shard_bytes = max_shard_bytes
-        self._lock: IO[bytes] | None = None
-        self._ids: set[str] = set()
+        self._slot: WriterSlot | None = None
+        self._scan = StoreScan(self.folder)
         if not self._exists():
             self._create()
         check_fingerprint(read_manifest(self.folder), self.fingerprint, self.folder, exact=True)
@@ -68,35 +72,48 @@ class RolloutStore:
             MismatchError, CorruptFileError: as the constructor.
         """
         folder = Path(folder)
-        if not (folder / "manifest.json").exists() and not list_shards(folder):
+        if not (folder / MANIFEST_FILE).exists() and not list_shards(folder):
             raise ConfigError(f"rollout folder {str(folder)!r}: no rollouts there; sample them first or check the path")
         fingerprint = read_manifest(folder)
         check_fingerprint(fingerprint, dict(expected or {}), folder, exact=False)
         return cls(folder, fingerprint)
 
     def load(self) -> list[Rollout]:
-        """All complete rollouts, in the order they were appended. Raises CorruptFileError with file and line."""
+        """All complete rollouts, shard by shard. Raises CorruptFileError with file and line."""
         return list(read_shards(self.folder))
 
     def ids(self) -> set[str]:
         return {rollout.rollout_id for rollout in read_shards(self.folder)}
 
     def __len__(self) -> int:
-        return len(self.ids())
+        return sum(1 for _ in read_shards(self.folder))
 
-    def lock(self) -> None:
-        """Become the only writer (waits for another one) and drop an unfinished last line. Held until ``close``."""
-        if self._lock is not None:
-            return
-        self._lock = acquire_lock(self.folder)
-        num_bytes = drop_unfinished_line(self.folder)
-        if num_bytes:
-            _log.warning(
-                "%s: dropped %d bytes of a record that a killed process left unfinished; it is sampled again",
-                list_shards(self.folder)[-1],
-                num_bytes,
-            )
-        self._ids = self.ids()
+    def lock(self) -> int:
+        """Become a writer, until ``close``: returns its number. Reads what is there, and drops the unfinished last
+        lines of writers that have died.
+
+        Raises:
+            CorruptFileError: a line that is no rollout; names file and line.
+            StorageError: the disk refuses.
+        """
+        if self._slot is None:
+            self._slot = WriterSlot(self.folder)
+            self._drop_unfinished_lines()
+            self._scan.refresh()
+        return self._slot.number
+
+    def refresh(self) -> None:
+        """Read what other writers have appended since. Raises CorruptFileError."""
+        self._scan.refresh()
+
+    def holds(self, rollout_ids: Sequence[str]) -> list[bool]:
+        """Which of them are there, as of ``lock`` or the last ``refresh``."""
+        return self._scan.ids.holds(rollout_ids)
+
+    @property
+    def num_known(self) -> int:
+        """How many are there, as of ``lock`` or the last ``refresh``."""
+        return len(self._scan.ids)
 
     def append(self, rollouts: Sequence[Rollout]) -> None:
         """Append all of them, synced to disk, or none.
@@ -107,14 +124,16 @@ class RolloutStore:
         """
         if not rollouts:
             return
-        self.lock()
+        number = self.lock()
+        self._scan.refresh()
         new_ids = [rollout.rollout_id for rollout in rollouts]
-        twice = [i for i in new_ids if i in self._ids] + sorted({i for i in new_ids if new_ids.count(i) > 1})
+        twice = [i for i, known in zip(new_ids, self.holds(new_ids), strict=True) if known]
+        twice += sorted({i for i in new_ids if new_ids.count(i) > 1})
         if twice:
             raise ConfigError(f"rollout id {twice[0]!r}: already in {self.folder}; ids must be unique")
         data = b"".join(map(encode_rollout, rollouts))
-        append_bytes(self._shard_for(len(data)), data)
-        self._ids.update(new_ids)
+        append_bytes(self._shard_for(number, len(data)), data)
+        self._scan.refresh()
 
     def note_prompts(self, signatures: Signatures, sources: Sequence[Mapping[str, Any]]) -> None:
         """Keep what the prompts are recognised by, and list their sources in the manifest. Only once: a store's prompts
@@ -123,22 +142,61 @@ class RolloutStore:
         Raises:
             StorageError: the disk is full or refuses.
         """
-        manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
         if not (self.folder / SIGNATURES_FILE).exists():
             buffer = io.BytesIO()
             signatures.save(buffer)
             write_atomic(self.folder / SIGNATURES_FILE, buffer.getvalue())
-        if "sources" not in manifest:
-            write_json_atomic(self.folder / "manifest.json", manifest | {"sources": [dict(one) for one in sources]})
+        self._note("sources", [dict(one) for one in sources], replace=False)
+
+    def note_complete(self, writers: Sequence[Mapping[str, Any]]) -> None:
+        """Write into the manifest that nothing is missing: what each shard holds, and who sampled it.
+
+        Raises:
+            StorageError: the disk is full or refuses.
+        """
+        self._drop_unfinished_lines()
+        self._scan.refresh()
+        self._note("complete", self._scan.summary() | {"writers": [dict(one) for one in writers]}, replace=True)
+
+    def is_complete(self, num_rollouts: int | None = None) -> bool:
+        """Whether the manifest says so, the shards have the sizes that it says, and there are ``num_rollouts``."""
+        complete = _read_manifest(self.folder).get("complete")
+        if complete is None or num_rollouts not in (None, complete["num_rollouts"]):
+            return False
+        sizes = {shard.name: shard.stat().st_size for shard in list_shards(self.folder)}
+        return sizes == {name: shard["bytes"] for name, shard in complete["shards"].items()}
 
     def close(self) -> None:
-        """Let other processes write."""
-        if self._lock is not None:
-            release_lock(self._lock)
-            self._lock = None
+        """No longer a writer."""
+        if self._slot is not None:
+            self._slot.release()
+            self._slot, self._scan = None, StoreScan(self.folder)
+
+    def _note(self, key: str, value: Any, *, replace: bool) -> None:
+        """Set a key of the manifest, which other writers may be changing too."""
+        if key in _read_manifest(self.folder) and not replace:  # a store that cannot be written to may be read
+            return
+        lock = acquire_lock(self.folder)
+        try:
+            write_json_atomic(self.folder / MANIFEST_FILE, _read_manifest(self.folder) | {key: value})
+        finally:
+            release_lock(lock)
+
+    def _drop_unfinished_lines(self) -> None:
+        """Those of this writer and of dead ones."""
+        for shard in last_shards(list_shards(self.folder)):
+            own = self._slot is not None and shard_writer(shard) == self._slot.number
+            with contextlib.nullcontext(True) if own else if_abandoned(self.folder, shard_writer(shard)) as abandoned:
+                num_bytes = drop_unfinished_line(shard) if abandoned else 0
+            if num_bytes:
+                _log.warning(
+                    "%s: dropped %d bytes of a record that a killed process left unfinished; it is sampled again",
+                    shard,
+                    num_bytes,
+                )
 
     def _exists(self) -> bool:
-        return (self.folder / "manifest.json").exists() or bool(list_shards(self.folder))
+        return (self.folder / MANIFEST_FILE).exists() or bool(list_shards(self.folder))
 
     def _create(self) -> None:
         try:
@@ -149,18 +207,18 @@ class RolloutStore:
         try:
             if not self._exists():
                 manifest = {"format": FORMAT_VERSION, "fingerprint": self.fingerprint}
-                write_json_atomic(self.folder / "manifest.json", manifest)
+                write_json_atomic(self.folder / MANIFEST_FILE, manifest)
         finally:
             release_lock(lock)
 
-    def _shard_for(self, num_bytes: int) -> Path:
-        shards = list_shards(self.folder)
-        if not shards:
-            return shard_path(self.folder, 0)
-        size = os.path.getsize(shards[-1])
+    def _shard_for(self, number: int, num_bytes: int) -> Path:
+        own = [shard for shard in list_shards(self.folder) if shard_writer(shard) == number]
+        if not own:
+            return shard_path(self.folder, number, 0)
+        size = own[-1].stat().st_size
         if size > 0 and size + num_bytes > self._max_shard_bytes:
-            return shard_path(self.folder, int(shards[-1].stem.split("-")[1]) + 1)
-        return shards[-1]
+            return shard_path(self.folder, number, int(own[-1].stem.rsplit("-", 1)[1]) + 1)
+        return own[-1]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -169,10 +227,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         CorruptFileError: missing, not JSON, or of an unknown format.
     """
-    path = folder / "manifest.json"
+    return _read_manifest(folder)["fingerprint"]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        version, fingerprint = manifest["format"], dict(manifest["fingerprint"])
+        version, _ = manifest["format"], dict(manifest["fingerprint"])
     except FileNotFoundError as error:
         raise CorruptFileError(f"{path}: missing beside rollout shards of unknown origin; delete {folder}") from error
     except (ValueError, TypeError, KeyError) as error:
@@ -181,7 +243,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CorruptFileError(
             f"{path}: format {version!r}, this version reads {FORMAT_VERSION}; sample into a new folder"
         )
-    return fingerprint
+    return manifest
 
 
 def check_fingerprint(have: Mapping[str, Any], want: Mapping[str, Any], folder: Path, *, exact: bool) -> None:

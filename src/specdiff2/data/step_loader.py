@@ -2,20 +2,24 @@
 
 Rows come from an endless sequence of shuffled passes over the rollouts; step k of every rank takes its share of the
 k-th ``world_size * batch_size`` rows. Nothing is dropped and every rank has the same number of steps, whatever the
-number of rollouts. Knows neither Lightning nor a model.
+number of rollouts. Rows, windows and masks are those of all ranks together, each of which takes its part: two ranks
+with batches of 4 train on what one rank with batches of 8 does, and a run may go on with another number of ranks.
+A rollout is read when its step comes; what stays in memory is the order of one pass, 4 bytes a rollout. Knows neither
+Lightning nor a model.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from specdiff2.data.lazy_rollouts import ids_digest, joined_ids_digest, row_facts
 from specdiff2.data.prompt import check_count
 from specdiff2.data.seeding import stable_generator
-from specdiff2.data.windows import WindowCollator
+from specdiff2.data.windows import WindowCollator, num_tokens
 from specdiff2.types import ConfigError, MismatchError, Rollout, WindowBatch
 
 
@@ -23,8 +27,8 @@ class StepLoader:
     """A resumable stream of ``WindowBatch`` for one rank.
 
     Args:
-        rollouts: usable ones only (``windows.usable_rollouts``), the same list on every rank.
-        collator: chooses the windows; its key is (rank, step).
+        rollouts: usable ones only (``windows.usable_rollouts``), the same on every rank.
+        collator: chooses the windows of a step.
         batch_size: rollouts per rank and step.
         steps_per_epoch: length of one iteration; the stream continues in the next.
         bucket_batches: rows of so many consecutive steps are sorted by length to save padding; 1 sorts nothing.
@@ -60,8 +64,10 @@ class StepLoader:
         """
         if not rollouts:
             raise ConfigError("training rollouts: an empty list; sample rollouts first")
-        self.rollouts = list(rollouts)
-        self._shuffled: dict[int, list[int]] = {}
+        self.rollouts = rollouts
+        self._ids: str | None = None
+        self._pass: tuple[int, np.ndarray] | None = None
+        self._pool: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return self.steps_per_epoch
@@ -75,50 +81,79 @@ class StepLoader:
 
     def batch(self, step: int) -> WindowBatch:
         """The batch of any step, whatever was read before."""
-        return self.collator([self.rollouts[row] for row in self.rows(step)], (self.rank, step))
+        rows, facts = self._step_rows(step)
+        part = slice(self.rank, None, self.world_size)
+        # the 0 was the rank, in the days when each drew for itself: runs of one rank go on drawing what they drew
+        return self.collator.share([self.rollouts[row] for row in rows[part].tolist()], facts, part, (0, step))
 
     def rows(self, step: int) -> list[int]:
         """Indices into ``rollouts`` that this rank trains on at ``step``."""
-        per_step = self.batch_size * self.world_size
-        pool, place = divmod(step, self.bucket_batches)
-        pool_size = per_step * self.bucket_batches
-        rows = [self._row(index) for index in range(pool * pool_size, (pool + 1) * pool_size)]
-        if self.bucket_batches > 1:
-            rows.sort(key=lambda row: len(self.rollouts[row].prompt_ids) + len(self.rollouts[row].completion_ids))
-            generator = stable_generator("pool", self.seed, pool)
-            place = int(torch.randperm(self.bucket_batches, generator=generator)[place])
-        return rows[place * per_step : (place + 1) * per_step][self.rank :: self.world_size]
+        return self._step_rows(step)[0][self.rank :: self.world_size].tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, equal on all ranks."""
         return {"step": self.step, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the saved step.
+        """Continue at the saved step; the number of ranks may have changed, the rows of a step may not.
 
         Raises:
             MismatchError: the state belongs to other settings or other rollouts; names the first difference.
         """
-        for key, now in self._settings().items():
-            before = state["settings"].get(key, "(absent)")
-            if before != now:
+        before = _comparable(state["settings"])
+        for key, now in _comparable(self._settings()).items():
+            was = before.get(key, "(absent)")
+            # checkpoints of before rollouts were read lazily hold another digest
+            if was != now and not (key == "rollout_ids" and was == joined_ids_digest(self.rollouts)):
                 raise MismatchError(
-                    f"resume: data setting {key} was {before!r} in the checkpoint, now it is {now!r}; "
+                    f"resume: data setting {key} was {was!r} in the checkpoint, now it is {now!r}; "
                     "set it back, or start a new run without the checkpoint"
                 )
         self.step = int(state["step"])
 
-    def _row(self, index: int) -> int:
-        num_rollouts = len(self.rollouts)
-        epoch, place = divmod(index, num_rollouts)
-        if epoch not in self._shuffled:
+    def _step_rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of a step on all ranks, and their facts."""
+        per_step = self.batch_size * self.world_size
+        pool, place = divmod(step, self.bucket_batches)
+        if self._pool is None or self._pool[0] != pool:
+            self._pool = (pool, *self._pool_rows(pool, per_step * self.bucket_batches))
+        _, rows, facts = self._pool
+        if self.bucket_batches > 1:
+            generator = stable_generator("pool", self.seed, pool)
+            place = int(torch.randperm(self.bucket_batches, generator=generator)[place])
+        part = slice(place * per_step, (place + 1) * per_step)
+        return rows[part], facts[part]
+
+    def _pool_rows(self, pool: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the steps of a pool, by length where there are several, and their facts."""
+        rows = self._stream(pool * size, (pool + 1) * size)
+        facts = row_facts(self.rollouts, rows)
+        if self.bucket_batches == 1:
+            return rows, facts
+        order = np.argsort(num_tokens(facts), kind="stable")
+        return rows[order], facts[order]
+
+    def _stream(self, start: int, stop: int) -> np.ndarray:
+        """Places ``start`` .. ``stop - 1`` of the endless sequence of shuffled passes."""
+        parts = []
+        while start < stop:
+            epoch, place = divmod(start, len(self.rollouts))
+            parts.append(self._shuffled(epoch)[place : place + stop - start])
+            start += len(parts[-1])
+        return np.concatenate(parts)
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        if self._pass is None or self._pass[0] != epoch:
+            self._pass = None  # not two at once
             generator = stable_generator("rows", self.seed, epoch)
-            kept = {old: rows for old, rows in self._shuffled.items() if old >= epoch - 1}
-            self._shuffled = kept | {epoch: torch.randperm(num_rollouts, generator=generator).tolist()}
-        return self._shuffled[epoch][place]
+            # the same numbers as in 64 bits
+            order = torch.randperm(len(self.rollouts), generator=generator, dtype=torch.int32)
+            self._pass = (epoch, order.numpy())
+        return self._pass[1]
 
     def _settings(self) -> dict[str, int | str]:
-        digest = hashlib.sha256("\n".join(rollout.rollout_id for rollout in self.rollouts).encode("utf-8"))
+        if self._ids is None:
+            self._ids = ids_digest(self.rollouts)
         return {
             "gamma": self.collator.gamma,
             "windows_per_rollout": self.collator.windows_per_rollout,
@@ -128,6 +163,12 @@ class StepLoader:
             "seed": self.seed,
             "masking": self.collator.masking,
             "num_rollouts": len(self.rollouts),
-            "rollout_ids": digest.hexdigest()[:16],
+            "rollout_ids": self._ids,
             "steps_per_epoch": self.steps_per_epoch,  # last: it may follow from the number of rollouts
         }
+
+
+def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the number of ranks that a step's rows are shared out to."""
+    rest = {key: value for key, value in settings.items() if key not in ("batch_size", "world_size")}
+    return {"batch_size * world_size": settings["batch_size"] * settings["world_size"]} | rest

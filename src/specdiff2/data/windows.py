@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specdiff2.data.lazy_rollouts import ChosenRollouts, LazyRollouts, fact_chunks, row_facts
 from specdiff2.data.prompt import check_count
 from specdiff2.data.seeding import stable_generator
 from specdiff2.functional.masking import random_reveal
@@ -35,29 +37,32 @@ class DropCounts:
         return self.num_empty + self.num_too_long
 
 
-def usable_rollouts(rollouts: Iterable[Rollout], max_length: int | None = None) -> tuple[list[Rollout], DropCounts]:
+def usable_rollouts(rollouts: Sequence[Rollout], max_length: int | None = None) -> tuple[Sequence[Rollout], DropCounts]:
     """The rollouts with at least one token to train on and at most ``max_length`` tokens, and what was dropped.
+
+    Lazy rollouts stay lazy; none is read. Where some are dropped, the numbers of the others are kept (4 bytes each).
 
     Raises:
         ConfigError: none is left.
     """
     check_count("max_length", max_length, 2)
-    usable: list[Rollout] = []
+    kept: list[np.ndarray] = []
     num_empty = num_too_long = 0
-    for rollout in rollouts:
-        if not rollout.completion_ids or num_anchors(rollout) == 0:
-            num_empty += 1
-        elif max_length is not None and len(rollout.prompt_ids) + len(rollout.completion_ids) > max_length:
-            num_too_long += 1
-        else:
-            usable.append(rollout)
+    for rows, facts in fact_chunks(rollouts):
+        empty = anchor_counts(facts) == 0
+        too_long = ~empty & (num_tokens(facts) > (max_length or np.inf))
+        num_empty, num_too_long = num_empty + int(empty.sum()), num_too_long + int(too_long.sum())
+        kept.append(rows[~(empty | too_long)])
     drops = DropCounts(num_empty, num_too_long)
-    if not usable:
+    if drops.total == len(rollouts):
         raise ConfigError(
             f"no rollout to train on: of {drops.total}, {num_empty} have no completion token and {num_too_long} are "
             f"longer than max_length={max_length}; sample more rollouts or raise max_length"
         )
-    return usable, drops
+    if drops.total == 0:
+        return rollouts, drops
+    chosen = ChosenRollouts(rollouts, np.concatenate(kept))
+    return chosen if isinstance(rollouts, LazyRollouts) else list(chosen), drops
 
 
 def first_anchor(rollout: Rollout) -> int:
@@ -65,8 +70,19 @@ def first_anchor(rollout: Rollout) -> int:
     return max(len(rollout.prompt_ids) - 1, 0)
 
 
-def num_anchors(rollout: Rollout) -> int:
-    return max(len(rollout.prompt_ids) + len(rollout.completion_ids) - 1 - first_anchor(rollout), 0)
+def first_anchors(facts: np.ndarray) -> np.ndarray:
+    """``first_anchor`` of each row."""
+    return np.maximum(facts["num_prompt"] - 1, 0)
+
+
+def num_tokens(facts: np.ndarray) -> np.ndarray:
+    """Tokens of prompt and completion, by row."""
+    return facts["num_prompt"] + facts["num_completion"]
+
+
+def anchor_counts(facts: np.ndarray) -> np.ndarray:
+    """How many anchors each row has; 0: nothing to train on."""
+    return np.maximum(num_tokens(facts) - 1 - first_anchors(facts), 0)
 
 
 class WindowCollator:
@@ -91,33 +107,57 @@ class WindowCollator:
         self.seed, self.fixed = seed, fixed
 
     def __call__(self, rollouts: Sequence[Rollout], key: Sequence[int] = ()) -> WindowBatch:
-        """The batch for these rollouts and ``key`` (for instance rank and step); equal keys give equal batches.
+        """The batch for these rollouts and ``key``; equal keys give equal batches.
 
         Raises:
             ConfigError: no rollout, or one without anything to train on (see ``usable_rollouts``).
         """
-        if not rollouts or not all(map(num_anchors, rollouts)):
+        return self.share(rollouts, row_facts(rollouts, np.arange(len(rollouts))), slice(None), key)
+
+    def share(
+        self, rollouts: Sequence[Rollout], facts: np.ndarray, part: slice, key: Sequence[int] = ()
+    ) -> WindowBatch:
+        """One rank's part of a batch: the windows and masks are those that the whole batch has in these rows.
+
+        So they do not depend on the number of ranks. Drawing for the rows of the other ranks needs only their lengths.
+
+        Args:
+            rollouts: the rows ``part`` of the batch.
+            facts: of all its rows (``lazy_rollouts.FACTS``).
+            key: decides windows and masks together with the seed.
+
+        Raises:
+            ConfigError: as ``__call__``.
+        """
+        available = anchor_counts(facts)
+        if not rollouts or not available.all():
             raise ConfigError("batch: a rollout without any token to train on; drop those first (usable_rollouts)")
         generator = stable_generator("windows", self.seed, *key)
-        anchors = [self._anchors(rollout, generator) for rollout in rollouts]
-        input_ids, lengths = pad_rows([rollout.prompt_ids + rollout.completion_ids for rollout in rollouts])
-        window_row = torch.tensor([row for row, chosen in enumerate(anchors) for _ in range(len(chosen))])
-        anchor = torch.cat(anchors)
+        offsets = [self._offsets(count, generator) for count in available.tolist()]
+        row = torch.repeat_interleave(torch.tensor([len(chosen) for chosen in offsets]))
+        first, length = (
+            torch.from_numpy(count.astype(np.int64)) for count in (first_anchors(facts), num_tokens(facts))
+        )
+        anchor = torch.cat(offsets) + first[row]
         position = anchor[:, None] + torch.arange(1, self.gamma + 1)
-        valid = position < lengths[window_row][:, None]
-        targets = input_ids[window_row[:, None], position.clamp(max=input_ids.shape[1] - 1)].masked_fill(~valid, 0)
+        valid = position < length[row][:, None]
         revealed = random_reveal(valid, generator) if self.masking == "random" else torch.zeros_like(valid)
-        completion_start = torch.tensor([first_anchor(rollout) + 1 for rollout in rollouts])
-        return WindowBatch(input_ids, lengths, window_row, anchor, targets, valid, revealed, completion_start)
 
-    def _anchors(self, rollout: Rollout, generator: torch.Generator) -> Tensor:
-        available = num_anchors(rollout)
+        place = torch.full((len(facts),), -1)  # of each row of the batch in this part
+        place[part] = torch.arange(len(rollouts))
+        mine = place[row] >= 0
+        window_row, anchor, position = place[row][mine], anchor[mine], position[mine]
+        valid, revealed = valid[mine], revealed[mine]
+        input_ids, lengths = pad_rows([rollout.prompt_ids + rollout.completion_ids for rollout in rollouts])
+        targets = input_ids[window_row[:, None], position.clamp(max=input_ids.shape[1] - 1)].masked_fill(~valid, 0)
+        return WindowBatch(input_ids, lengths, window_row, anchor, targets, valid, revealed, first[part] + 1)
+
+    def _offsets(self, available: int, generator: torch.Generator) -> Tensor:
+        """Anchors in a rollout that has so many, counted from its first one."""
         count = min(self.windows_per_rollout, available)
         if self.fixed:
-            offsets = torch.arange(count) * available // count
-        else:
-            offsets = torch.randperm(available, generator=generator)[:count].sort().values
-        return offsets + first_anchor(rollout)
+            return torch.arange(count) * available // count
+        return torch.randperm(available, generator=generator)[:count].sort().values
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -140,7 +180,9 @@ def draft_vocabulary(
         ConfigError: ``size_limit`` does not leave room for EOS, or there is no token at all.
     """
     check_count("size_limit", size_limit, 1)
-    counts = Counter(token for rollout in rollouts for token in rollout.completion_ids)
+    counts: Counter[int] = Counter()
+    for rollout in rollouts:
+        counts.update(rollout.completion_ids)
     chosen = set(eos_ids)
     if size_limit is not None and len(chosen) > size_limit:
         raise ConfigError(f"size_limit={size_limit}: expected at least {len(chosen)}, the number of EOS ids")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from specdiff2.decoding.batch import BatchDecoder
 from specdiff2.decoding.engine import decode
 from specdiff2.decoding.prompting import Prompt, prompt_ids
 from specdiff2.decoding.speculative import own_sampling
@@ -17,8 +18,10 @@ from specdiff2.rng import TorchRandomSource
 from specdiff2.types import Generation, SamplingParams
 
 
-class AutoregressiveDecoder:
+class AutoregressiveDecoder(BatchDecoder):
     """One token a round, each from one forward pass of the verifier."""
+
+    drafting = None
 
     def __init__(
         self, verifier: Verifier, *, sampling: SamplingParams | None = None, name: str = "autoregressive"

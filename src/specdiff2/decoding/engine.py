@@ -1,45 +1,37 @@
 """Speculative decoding of one prompt: propose, build tree, score, accept, commit.
 
 ``decode`` is the one loop behind every decoder: without ``drafting`` each round is a tree of the root alone,
-which is autoregressive decoding. It knows no particular verifier, drafter or rule; those come in through
-``protocols``.
+which is autoregressive decoding. The steps of a round are ``decoding.rounds``; ``decoding.batch`` runs them for several
+prompts at once. It knows no particular verifier, drafter or rule; those come in through ``protocols``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import TypeAlias, cast
 
 import torch
 
-from specdiff2.decoding.greedy_law import draw
 from specdiff2.decoding.probs import ProbsBuffer
+from specdiff2.decoding.rounds import Row
 from specdiff2.decoding.stopping import Completion, OnTokens
 from specdiff2.decoding.timing import Stopwatch
-from specdiff2.decoding.tree_growth import Grower, TreeGrowth, draft_law, path_session
+from specdiff2.decoding.tree_growth import TreeGrowth
 from specdiff2.protocols import (
     AcceptanceRule,
     ConditionedDrafter,
     Drafter,
     DrafterSession,
-    DraftLaw,
-    NodeProbs,
     RandomSource,
     Selector,
     Verifier,
     VerifierSession,
 )
-from specdiff2.tree import TokenTree
-from specdiff2.types import (
-    Acceptance,
-    ConfigError,
-    Draft,
-    Generation,
-    NotLosslessError,
-    RoundRecord,
-    SamplingParams,
-)
+from specdiff2.types import ConfigError, Generation, SamplingParams
+
+StartDrafter: TypeAlias = Callable[[Sequence[int], SamplingParams, int, VerifierSession], DrafterSession]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +75,35 @@ def decode(
     Raises:
         ConfigError: a stop id outside the vocabulary; see ``Completion`` and ``Verifier.start``.
     """
+    completion = start_completion(verifier, max_new_tokens, stop_ids, stop_strings, on_tokens)
+    with torch.no_grad():  # not inference_mode: a drafter in training may keep a tensor it makes in here
+        watch = Stopwatch(getattr(verifier, "device", None))
+        session = verifier.start(prompt, max_new_tokens)
+        start = partial(start_drafter, drafting.drafter) if drafting else None
+        row = start_row(prompt, max_new_tokens, session, drafting, start, completion, rng)
+        row.prefill_s = watch.lap()
+        to_probs = ProbsBuffer(sampling)
+        while row.is_open:
+            row.propose()
+            watch.mark()
+            row.grow_tree()
+            watch.mark()
+            logits = session.score(row.tree)
+            watch.mark()
+            record = row.finish(to_probs(logits))
+            record.draft_s, tree_s, record.verify_s, rest_s = watch.laps()
+            record.other_s = tree_s + rest_s
+    return row.generation()
+
+
+def start_completion(
+    verifier: Verifier,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    stop_strings: Sequence[str],
+    on_tokens: OnTokens | None = None,
+) -> Completion:
+    """The empty output of one prompt. Raises ConfigError as ``decode``."""
     completion = Completion(
         max_new_tokens=max_new_tokens,
         eos_ids=verifier.eos_ids,
@@ -95,17 +116,27 @@ def decode(
         raise ConfigError(
             f"stop_ids={list(stop_ids)!r}: expected ids below {verifier.vocab_size}, the verifier's tokens"
         )
-    with torch.no_grad():  # not inference_mode: a drafter in training may keep a tensor it makes in here
-        watch = Stopwatch(getattr(verifier, "device", None))
-        session = verifier.start(prompt, max_new_tokens)
-        drafter = _start(drafting, prompt, max_new_tokens, session) if drafting else None
-        grow = drafting.growth.start(prompt) if drafting and drafting.growth else None
-        prefill_s = watch.lap()
-        rounds = _decode_rounds(
-            prompt[-1], session, drafting, drafter, grow, completion, ProbsBuffer(sampling), rng, watch
-        )
-    decode_s = sum(record.draft_s + record.verify_s + record.other_s for record in rounds)
-    return Generation(completion.tokens, rounds, completion.reason(), completion.text(), prefill_s, decode_s)
+    return completion
+
+
+def start_row(
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    session: VerifierSession,
+    drafting: Drafting | None,
+    start: StartDrafter | None,
+    completion: Completion,
+    rng: RandomSource,
+) -> Row:
+    """A prompt that the verifier has read, with its drafter's session (told when to shorten its window and how to fill
+    it) and the growth of its trees. ``start`` opens the drafter's session; None without ``drafting``."""
+    drafter, grow = None, None
+    if drafting is not None and start is not None:
+        drafter = start(prompt, drafting.sampling, max_new_tokens, session)
+        shorten_windows(drafter, drafting.drafter, drafting.min_confidence)
+        change_steps(drafter, drafting.drafter, drafting.denoising_steps)
+        grow = None if drafting.growth is None else drafting.growth.start(prompt)
+    return Row(session, drafting, drafter, grow, completion, rng, prompt[-1])
 
 
 def start_drafter(
@@ -152,122 +183,3 @@ def change_steps(started: DrafterSession, drafter: Drafter, denoising_steps: int
             "windows with the verifier's tokens; use null, or a block drafter"
         )
     started.denoising_steps = denoising_steps
-
-
-def _start(drafting: Drafting, prompt: Sequence[int], max_new_tokens: int, session: VerifierSession) -> DrafterSession:
-    """The drafter's session, told when to shorten its window and how to fill it."""
-    started = start_drafter(drafting.drafter, prompt, drafting.sampling, max_new_tokens, session)
-    shorten_windows(started, drafting.drafter, drafting.min_confidence)
-    change_steps(started, drafting.drafter, drafting.denoising_steps)
-    return started
-
-
-def _decode_rounds(
-    root: int,
-    session: VerifierSession,
-    drafting: Drafting | None,
-    drafter: DrafterSession | None,
-    grow: Grower | None,
-    completion: Completion,
-    to_probs: ProbsBuffer,
-    rng: RandomSource,
-    watch: Stopwatch,
-) -> list[RoundRecord]:
-    """Propose, build tree, score, accept, commit, until the completion ends. ``root``: the last committed token."""
-    rounds = []
-    while completion.stop_reason is None:
-        proposal = _propose(drafting, drafter, root, completion.num_left - 1, rng)
-        watch.mark()
-        tree = _tree(grow, proposal, root)
-        watch.mark()
-        logits = session.score(tree)
-        watch.mark()
-        accepted = _accept(drafting, proposal, tree, to_probs(logits), rng)
-        new_tokens = [tree.tokens[node] for node in accepted.path] + [accepted.next_token]
-        num_kept = completion.push(new_tokens)
-        if completion.stop_reason is None:
-            _commit(session, drafter, grow, accepted, new_tokens)
-        root = accepted.next_token
-        record = _record(proposal, tree, accepted, num_kept)
-        record.draft_s, tree_s, record.verify_s, rest_s = watch.laps()
-        record.other_s = tree_s + rest_s
-        rounds.append(record)
-    return rounds
-
-
-def _propose(
-    drafting: Drafting | None, drafter: DrafterSession | None, root: int, num_fitting: int, rng: RandomSource
-) -> Draft | DraftLaw | TokenTree | None:
-    """Drafts, the law to grow a tree from, or a tree that took the drafter's passes to grow, for at most
-    ``num_fitting`` positions (one token of the room is the verifier's own)."""
-    if drafting is None or drafter is None or num_fitting < 1:
-        return None
-    gamma = min(drafting.gamma, num_fitting)
-    if drafting.growth is not None and drafting.growth.settings.shape != "best_first":
-        return drafting.growth.along_paths(path_session(drafting.drafter, drafter), root, gamma)
-    if drafting.growth is not None:
-        return draft_law(drafting.drafter, drafter, gamma)
-    draft = drafter.propose(gamma, drafting.num_drafts, rng, needs_probs=drafting.rule.reads_draft_probs)
-    if drafting.rule.reads_draft_probs and bool((draft.tokens < 0).any()):
-        raise NotLosslessError(
-            f"rule {drafting.rule.name!r} got drafts that end early (-1 in Draft.tokens): it needs every token of the "
-            "window drawn from draft_probs; use rule greedy or tree_match with this drafter"
-        )
-    return draft
-
-
-def _tree(grow: Grower | None, proposal: Draft | DraftLaw | TokenTree | None, root: int) -> TokenTree:
-    """The tree to score, fixed before the verifier looks."""
-    if isinstance(proposal, TokenTree):
-        return proposal
-    if isinstance(proposal, Draft):
-        return TokenTree.from_chains(root, proposal.tokens)
-    if proposal is None or grow is None:
-        return TokenTree.root_only(root)
-    return grow(proposal, root)
-
-
-def _accept(
-    drafting: Drafting | None,
-    proposal: Draft | DraftLaw | TokenTree | None,
-    tree: TokenTree,
-    verifier_probs: NodeProbs,
-    rng: RandomSource,
-) -> Acceptance:
-    """Let the rule walk the tree, cut down to the selected chain where there is a selector."""
-    if drafting is None or proposal is None:
-        return Acceptance([], draw(verifier_probs, 0, rng))
-    if drafting.selector is not None:
-        tree = tree.select(drafting.selector(tree, verifier_probs))
-    draft_probs = proposal.draft_probs if isinstance(proposal, Draft) else None
-    return drafting.rule(tree, verifier_probs, draft_probs, rng)
-
-
-def _record(
-    proposal: Draft | DraftLaw | TokenTree | None, tree: TokenTree, accepted: Acceptance, num_kept: int
-) -> RoundRecord:
-    num_accepted = min(len(accepted.path), num_kept)
-    record = RoundRecord(tree.depth, num_accepted, num_kept, tree.num_nodes)
-    if isinstance(proposal, Draft):
-        along = tree.chains_along(accepted.path[:num_accepted])
-        record.num_drafted = max((len(tree.chain_nodes[chain]) for chain in along), default=0)
-        if proposal.sources is not None:
-            record.winners = sorted({proposal.sources[chain] for chain in along}) if num_accepted else []
-    if num_kept <= len(accepted.path):  # the output ended inside the draft: no later position was reached
-        record.num_drafted = num_accepted
-    return record
-
-
-def _commit(
-    session: VerifierSession,
-    drafter: DrafterSession | None,
-    grow: Grower | None,
-    accepted: Acceptance,
-    new_tokens: list[int],
-) -> None:
-    features = session.features(accepted.path)  # first: the commit ends the life of the tree
-    session.commit(accepted.path, accepted.next_token)
-    if drafter is not None:
-        drafter.observe(new_tokens, features)
-    if grow is not None:
-        grow.observe(new_tokens)

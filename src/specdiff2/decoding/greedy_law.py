@@ -28,7 +28,7 @@ class GreedyLaw:
         self.tokens = list(tokens)
         self.device = device
         self._vocab_size = vocab_size
-        self._dtype = dtype
+        self.dtype = dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -39,8 +39,8 @@ class GreedyLaw:
         """The row of one node, or the probabilities of (nodes, tokens)."""
         if isinstance(index, tuple):
             nodes, tokens = index
-            return (torch.tensor(self.tokens, device=self.device)[nodes] == tokens).to(self._dtype)
-        row = torch.zeros(self._vocab_size, dtype=self._dtype, device=self.device)
+            return (torch.tensor(self.tokens, device=self.device)[nodes] == tokens).to(self.dtype)
+        row = torch.zeros(self._vocab_size, dtype=self.dtype, device=self.device)
         row[self.tokens[index]] = 1.0
         return row
 

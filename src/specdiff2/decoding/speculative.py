@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdiff2.decoding.acceptance import check_combination
+from specdiff2.decoding.batch import BatchDecoder
 from specdiff2.decoding.engine import Drafting, decode
 from specdiff2.decoding.prompting import Prompt, prompt_ids
 from specdiff2.decoding.stopping import OnTokens
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from specdiff2.models.verifier import HFVerifier
 
 
-class SpeculativeDecoder:
+class SpeculativeDecoder(BatchDecoder):
     """Decoding with a drafter; the output follows the verifier's own law."""
+
+    drafting: Drafting
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +18,11 @@ from tqdm.auto import tqdm
 
 from specdiff2.evaluation.decoder_info import describe_decoder
 from specdiff2.evaluation.json_files import read_json, write_json
+from specdiff2.evaluation.parts import Part, prompts_digest
 from specdiff2.evaluation.records import RECORDS_FILE, Record, RecordWriter, drop_half_line, read_records
 from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
-from specdiff2.types import ConfigError, MismatchError
+from specdiff2.types import ConfigError, Generation, MismatchError
 
 MANIFEST_FILE = "benchmark.json"
 _WARMUP_TOKENS = 32  # enough to touch every code path and shape class; warm-up is not measured
@@ -54,6 +55,7 @@ class Benchmark:
         num_warmup: prompts decoded beforehand by every method without being measured (they are decoded
             again, and then measured, in their turn).
         num_samples: prompts whose token texts are stored too, for the report's coloured sample.
+        part: where the prompts lie in the whole benchmark; None: they are all of it.
 
     Raises:
         ConfigError: no prompts, no decoders, duplicate prompt ids, a bad number, an empty or too long prompt.
@@ -73,6 +75,7 @@ class Benchmark:
         stop_strings: Sequence[str] = (),
         num_samples: int = 3,
         progress: bool = True,
+        part: Part | None = None,
     ) -> None:
         for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("num_warmup", num_warmup, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -92,6 +95,8 @@ class Benchmark:
         self._stop_strings = tuple(stop_strings)
         self._num_samples = num_samples
         self._progress = progress
+        self._part = part
+        self._indices = range(len(self._prompts)) if part is None else part.indices
         self._prompt_ids = [self._encode(prompt) for prompt in self._prompts]
         self._settings = {name: describe_decoder(decoder) for name, decoder in self._decoders.items()}
         self._check_prompts()
@@ -102,9 +107,17 @@ class Benchmark:
         """Tokens of the longest prompt."""
         return max(map(len, self._prompt_ids))
 
-    def run(self, folder: Path | str) -> Path:
+    @property
+    def prompt_tokens(self) -> dict[str, list[int]]:
+        """Token ids by prompt id."""
+        return {prompt.prompt_id: ids for prompt, ids in zip(self._prompts, self._prompt_ids, strict=True)}
+
+    def run(self, folder: Path | str, elsewhere: Collection[tuple[str, str]] = ()) -> Path:
         """Decode what ``folder/records.jsonl`` lacks; returns its path. A decoder's error propagates, and
         everything measured before it stays on disk, so that a second call continues.
+
+        Args:
+            elsewhere: (method, prompt id) that another process has measured.
 
         Raises:
             MismatchError: the folder holds records of other settings.
@@ -113,8 +126,8 @@ class Benchmark:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / RECORDS_FILE
-        done = self._resume(folder)
-        num_left = len(self._prompts) * len(self._decoders) - len(done)
+        done = self._resume(folder) | set(elsewhere)
+        num_left = sum((name, one.prompt_id) not in done for one in self._prompts for name in self._decoders)
         if num_left == 0:
             return path
         with RecordWriter(path) as writer, self._bar(num_left + self._num_warmup * len(self._decoders)) as bar:
@@ -126,17 +139,17 @@ class Benchmark:
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides what the records say, tokens and seconds, apart from the machine."""
-        content = json.dumps([[p.prompt_id, ids] for p, ids in zip(self._prompts, self._prompt_ids, strict=True)])
         return {
             "benchmark": self._name,
             "num_prompts": len(self._prompts),
-            "prompts_sha256": hashlib.sha256(content.encode()).hexdigest()[:16],
+            "prompts_sha256": prompts_digest(self.prompt_tokens.items()),
             "max_new_tokens": self._max_new_tokens,
             "seed": self._seed,
             "stop_ids": list(self._stop_ids),
             "stop_strings": list(self._stop_strings),
             "threads": torch.get_num_threads(),
             "decoders": self._settings,
+            **({} if self._part is None else {"whole": dict(self._part.whole)}),
         }
 
     def _run_prompt(
@@ -155,16 +168,24 @@ class Benchmark:
             bar.update()
 
     def _decode(self, index: int, name: str, order: int, warmup: bool) -> Record:
-        prompt, ids, decoder = self._prompts[index], self._prompt_ids[index], self._decoders[name]
-        generation = decoder.generate(
-            ids,
-            max_new_tokens=min(self._max_new_tokens, _WARMUP_TOKENS) if warmup else self._max_new_tokens,
-            rng=TorchRandomSource(prompt_seed(self._seed, index)),
-            stop_ids=self._stop_ids,
-            stop_strings=self._stop_strings,
+        generation = self._decoders[name].generate(
+            self._prompt_ids[index], rng=self._random_source(index), **self._options(warmup)
         )
+        return self._record(index, name, order, generation, warmup)
+
+    def _random_source(self, index: int) -> TorchRandomSource:
+        """That of a prompt, the same for every method."""
+        return TorchRandomSource(prompt_seed(self._seed, self._indices[index]))
+
+    def _options(self, warmup: bool) -> dict[str, Any]:
+        """When a generation ends."""
+        length = min(self._max_new_tokens, _WARMUP_TOKENS) if warmup else self._max_new_tokens
+        return {"max_new_tokens": length, "stop_ids": self._stop_ids, "stop_strings": self._stop_strings}
+
+    def _record(self, index: int, name: str, order: int, generation: Generation, warmup: bool) -> Record:
+        prompt, ids = self._prompts[index], self._prompt_ids[index]
         tokenizer = getattr(self._encoder, "tokenizer", None)
-        is_sample = not warmup and tokenizer is not None and index < self._num_samples
+        is_sample = not warmup and tokenizer is not None and self._indices[index] < self._num_samples
         settings = self._settings[name]
         return Record(
             method=name,
@@ -181,7 +202,7 @@ class Benchmark:
             gamma=settings.get("gamma", 0),
             num_drafts=settings.get("num_drafts", 0),
             order=order,
-            prompt_index=index,
+            prompt_index=self._indices[index],
             prompt_ids=ids,
             prompt=_last_message(prompt) if is_sample else None,
             answer=prompt.answer,

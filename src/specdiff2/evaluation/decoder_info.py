@@ -6,6 +6,7 @@ Reads public attributes only, so that test decoders and decoders from elsewhere 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from specdiff2.protocols import Decoder
 
 _LAW_KEYS = ("temperature", "top_k", "top_p")
+_MACHINE_KEYS = ("dtype", "device", "runtime_mode")  # of a verifier
 _DIGEST_VALUES = 4096  # per tensor: a trained step changes nearly every value
 
 
@@ -46,12 +48,17 @@ def describe_decoder(decoder: Decoder) -> dict[str, Any]:
             described[key] = digest
     if members:  # several drafters: by name, in the order that RoundRecord.winners counts them
         described["drafters"] = {member.name: _describe_member(member) for member in members}
-    for key in ("dtype", "device", "runtime_mode"):  # the same weights round, and run, differently
+    for key in _MACHINE_KEYS:  # the same weights round, and run, differently
         value = getattr(getattr(decoder, "verifier", None), key, None)
-        if value is not None:
-            described[f"verifier_{key}"] = str(value).removeprefix("torch.")
+        if value is not None:  # without the number of a GPU: which one it is changes nothing
+            described[f"verifier_{key}"] = str(value).removeprefix("torch.").partition(":")[0]
     own = getattr(decoder, "describe", None)
     return {**described, **(own() if own is not None else {})}
+
+
+def portable(described: Mapping[str, Any]) -> dict[str, Any]:
+    """``describe_decoder`` without what depends on the machine: the same for all processes of one evaluation."""
+    return {key: value for key, value in described.items() if key not in {f"verifier_{one}" for one in _MACHINE_KEYS}}
 
 
 def _describe_member(member: Any) -> dict[str, Any]:

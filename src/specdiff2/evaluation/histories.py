@@ -16,7 +16,7 @@ from typing import Any
 from specdiff2.data.multi_turn import unroll_turns
 from specdiff2.data.prompt import Prompt
 from specdiff2.evaluation.benchmark import Encoder, first_difference, prompt_seed
-from specdiff2.evaluation.decoder_info import describe_decoder
+from specdiff2.evaluation.decoder_info import describe_decoder, portable
 from specdiff2.evaluation.json_files import read_json, write_json
 from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
@@ -36,24 +36,25 @@ def answer_turns(
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
+    elsewhere: Sequence[Path] = (),
 ) -> list[Prompt]:
     """Every turn as a prompt of its own (``data.multi_turn``); prompts of one turn are returned as they are.
 
     Args:
         decoder: the verifier alone (``decoding.autoregressive``); the other settings are the benchmark's.
         folder: that of the benchmark's records.
+        elsewhere: those of other processes with a part of the benchmark, whose answers count as well.
 
     Raises:
-        MismatchError: the folder holds answers of other settings.
-        CorruptFileError: they cannot be read.
+        MismatchError, CorruptFileError: see ``_stored``.
     """
     num_missing = sum(len(prompt.later_turns) for prompt in prompts)
     if num_missing == 0:
         return list(prompts)
     options = {"max_new_tokens": max_new_tokens, "stop_ids": tuple(stop_ids), "stop_strings": tuple(stop_strings)}
-    settings = {**options, "seed": seed, "decoder": describe_decoder(decoder)}
+    settings = {**options, "seed": seed, "decoder": portable(describe_decoder(decoder))}
     path = folder / HISTORIES_FILE
-    answers = _stored(path, json.loads(json.dumps(settings)))
+    answers = _stored([*elsewhere, folder], json.loads(json.dumps(settings)))
     log.info("%d earlier turns are answered by the verifier alone, untimed (%d answers in %s)",
              num_missing, len(answers), path)  # fmt: skip
 
@@ -70,17 +71,25 @@ def answer_turns(
     return unroll_turns(prompts, answer)
 
 
-def _stored(path: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Raises:
-    MismatchError, CorruptFileError: see ``answer_turns``.
+def _stored(folders: Sequence[Path], settings: dict[str, Any]) -> dict[str, str]:
+    """The answers in all folders.
+
+    Raises:
+        MismatchError: a folder holds answers of other settings.
+        CorruptFileError: they cannot be read.
     """
+    return {key: text for folder in folders for key, text in _stored_in(folder / HISTORIES_FILE, settings).items()}
+
+
+def _stored_in(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     remedy = "the answers to earlier turns; use another folder, or delete this one to measure again"
     stored = read_json(path, remedy)
     if stored is None:
         return {}
     if not isinstance(stored, dict) or not {"settings", "answers"} <= stored.keys():
         raise CorruptFileError(f"{path}: expected settings and answers, {remedy}")
-    difference = first_difference(stored["settings"], settings)
+    decoder = portable(stored["settings"].get("decoder", {}))
+    difference = first_difference({**stored["settings"], "decoder": decoder}, settings)
     if difference is not None:
         key, old, new = difference
         raise MismatchError(

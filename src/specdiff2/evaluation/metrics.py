@@ -18,18 +18,21 @@ Where several drafters drafted, by name (rows with one drafter or none lack thes
     drafter_win_share        the same, divided by all rounds with drafts, streak 0 included
     drafter_accepted_tokens  accepted draft tokens of the rounds it won
 
+Where prompts were decoded several at once, ``evaluation.batched_rows`` says what differs.
+
 A quantity without data is None (null), never NaN: a decoder that does not tell its rounds has no streak and no tau.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from specdiff2.evaluation.accuracy import accuracy
 from specdiff2.evaluation.agreement import lossless_check
+from specdiff2.evaluation.batched_rows import batch_columns, batched_name, tokens_and_seconds
 from specdiff2.evaluation.bootstrap import (
     BootstrapOptions,
     Interval,
@@ -73,23 +76,28 @@ def summarize(records: Iterable[Record], *, baseline: str = BASELINE, options: B
     for methods in groups.values():
         for name, group in methods.items():
             _check_unique(name, group)
-            reference = methods.get(baseline) if name != baseline else None
-            rows.append(_row(group, reference, is_baseline=name == baseline, options=options))
+            rows.append(_row(group, methods, baseline, options))
         drafted = [name for name, group in methods.items() if any(r.num_drafted for g in group for r in g.rounds)]
         comparisons += [
             streak_difference(methods[first], methods[second], options)
             for index, second in enumerate(drafted)
             for first in drafted[:index]
+            if methods[first][0].batch_size == methods[second][0].batch_size
         ]
     bootstrap = {"unit": "prompt", "paired": True, **asdict(options)}
     return {"rows": rows, "comparisons": comparisons, "bootstrap": bootstrap}
 
 
 def _row(
-    group: Sequence[Record], reference: Sequence[Record] | None, *, is_baseline: bool, options: BootstrapOptions
+    group: Sequence[Record], methods: Mapping[str, Sequence[Record]], baseline: str, options: BootstrapOptions
 ) -> dict[str, Any]:
-    """All numbers of one method on one benchmark at one temperature."""
+    """All numbers of one method on one benchmark at one temperature.
+
+    Of several prompts at once, speed is compared with the baseline at the same batch size, tokens with that at 1.
+    """
     first = group[0]
+    same = batched_name(baseline, first.batch_size)
+    single = methods.get(baseline) if first.method != baseline else None
     num_tokens, decode_s = sum(len(r.tokens) for r in group), sum(r.decode_s for r in group)
     return {
         "method": first.method,
@@ -103,14 +111,15 @@ def _row(
         "decode_s": decode_s,
         "prefill_s": sum(r.prefill_s for r in group),
         "tokens_per_s": ratio(num_tokens, decode_s),
-        **_speedup(group, reference, is_baseline, options),
+        **_speedup(group, methods.get(same), first.method == same, options),
+        **batch_columns(group, methods.get(baseline), options),
         **_streak(group, options),
         **_wins(group),
         **_stages(group),
         "stop_reasons": {reason: sum(r.stop_reason == reason for r in group) for reason in ("eos", "stop", "length")},
         "accuracy": accuracy(group),
         # at T>0 the law is preserved, not the tokens: comparing them would mean nothing
-        "lossless_check": lossless_check(reference, group) if reference and first.temperature == 0 else None,
+        "lossless_check": lossless_check(single, group) if single and first.temperature == 0 else None,
     }
 
 
@@ -121,8 +130,10 @@ def _speedup(
     if is_baseline:
         return {"speedup": 1.0, "speedup_ci": None, "speedup_paper": 1.0, "speedup_paper_ci": None, "num_paired": 0}
     mine, theirs = paired(group, reference or [])
-    pooled, pooled_base = ([(float(len(r.tokens)), r.decode_s) for r in side] for side in (mine, theirs))
-    paper, paper_base = ([(paper_tokens_per_s(r) or 0.0, 1.0) for r in side] for side in (mine, theirs))
+    pooled, pooled_base = tokens_and_seconds(mine), tokens_and_seconds(theirs)
+    # a sample's seconds in a batch are its share, not the time it took: the paper's protocol says nothing about it
+    alone = group[0].batch_size in (None, 1)
+    paper, paper_base = ([(paper_tokens_per_s(r) or 0.0, 1.0) for r in side if alone] for side in (mine, theirs))
     return {
         "speedup": _ratio_of_ratios(pooled, pooled_base),
         "speedup_ci": _listed(ratio_of_ratios_interval(pooled, pooled_base, options)),
@@ -235,6 +246,8 @@ def write_summary(folder: Path | str, header: dict[str, Any] | None = None, *, b
         raise ConfigError(f"{path} does not exist: expected the records of a benchmark; run eval.py first")
     known: dict[str, Any] = {**(read_json(folder / "run.json", "a run's file; delete it") or {}), **(header or {})}
     summary: Summary = {key: known.get(key) for key in HEADER_KEYS} | summarize(read_records(path), baseline=baseline)
+    if known.get("split"):  # several processes (evaluation.shards)
+        summary["split"] = known["split"]
     _add_margins(summary["rows"], folder / DIVERGENCES_FILE)
     write_json(folder / "summary.json", summary)
     return summary

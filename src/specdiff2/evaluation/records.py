@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,8 @@ class Record:
         pieces: text of each token, stored for a few samples only.
         runtime: how the verifier's passes ran: eager, packed or compiled; None where the decoder does not tell.
         drafters: names of the several drafters that ``RoundRecord.winners`` counts; None with one drafter or none.
+        batch_size: prompts decoded at once; seconds are then the prompt's share of the wall time. None: one by one.
+        group: which prompts were decoded in one go, with every method and batch size.
     """
 
     method: str
@@ -57,6 +60,8 @@ class Record:
     warmup: bool = False
     runtime: str | None = None
     drafters: list[str] | None = None
+    batch_size: int | None = None
+    group: int | None = None
 
     def to_json(self) -> str:
         """One line of strict JSON, without the line break. Unset optional keys are left out."""
@@ -175,7 +180,11 @@ class RecordWriter:
 
     def append(self, record: Record) -> None:
         """Write one line and hand it to the operating system."""
+        self.extend([record])
+
+    def extend(self, records: Iterable[Record]) -> None:
+        """The same for several lines at once."""
         if self._file is None:
             raise RuntimeError("RecordWriter.append outside its with block")
-        self._file.write(record.to_json() + "\n")
+        self._file.write("".join(record.to_json() + "\n" for record in records))
         self._file.flush()

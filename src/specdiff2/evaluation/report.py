@@ -11,7 +11,9 @@ from pathlib import Path
 
 from specdiff2.evaluation import report_sections as sections
 from specdiff2.evaluation import report_story as story
+from specdiff2.evaluation.batched_rows import split_name
 from specdiff2.evaluation.json_files import write_text
+from specdiff2.evaluation.report_batched import batches
 from specdiff2.evaluation.report_inputs import EvaluationRun, TrainingRun, read_runs
 from specdiff2.evaluation.report_style import missing, page, section
 
@@ -42,13 +44,16 @@ def render(evaluations: Sequence[EvaluationRun], trainings: Sequence[TrainingRun
     rows = [row for run in evaluations for row in run.summary["rows"]]
     body = []
     if rows:
-        colours = sections.colour_of(rows)
+        single = [row for row in rows if (row.get("batch_size") or 1) == 1]
+        colours = sections.colour_of(single)
+        compared = [one for run in evaluations for one in run.summary.get("comparisons", [])]
         body += [
-            sections.tiles(rows),
-            sections.headline(rows, colours),
-            sections.position_plots(rows, colours),
-            sections.speed_plots(rows, colours),
-            sections.comparisons([one for run in evaluations for one in run.summary.get("comparisons", [])]),
+            sections.tiles(single),
+            sections.headline(single, colours),
+            batches(rows, colours),
+            sections.position_plots(single, colours),
+            sections.speed_plots(single, colours),
+            sections.comparisons([one for one in compared if split_name(one["to"])[1] == 1]),
         ]
     else:
         body.append(section("Results", "", missing("No evaluation run given: run eval.py and pass its folder.")))

@@ -13,7 +13,7 @@ from specdiff2.evaluation.plots import Series
 from specdiff2.evaluation.records import Record
 from specdiff2.evaluation.report_inputs import Curve, EvaluationRun, TrainingRun
 from specdiff2.evaluation.report_style import card, cards, missing, section
-from specdiff2.evaluation.table import method_label
+from specdiff2.evaluation.table import method_label, split_notes
 
 _MAX_SAMPLES = 2  # prompts shown; the others are in records.jsonl
 _STREAKS = (  # metric, label, colour
@@ -192,6 +192,7 @@ def provenance(runs: Sequence[EvaluationRun | TrainingRun]) -> str:
         known: dict[str, Any] = {**run.provenance, **(run.summary if isinstance(run, EvaluationRun) else {})}
         kind = "Evaluation" if isinstance(run, EvaluationRun) else "Training"
         rows = [("folder", str(run.folder))] + [(key, _plain(known.get(key))) for key in HEADER_KEYS]
+        rows += [("processes", note) for note in split_notes(known)]
         if known.get("dirty"):
             rows.append(("note", "the working tree had uncommitted changes"))
         listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in rows)

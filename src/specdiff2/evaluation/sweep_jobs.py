@@ -26,9 +26,10 @@ from specdiff2.types import CorruptFileError
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
+JOB_FACTS = ("scheduler", "job_id", "log")  # in status.json where a scheduler runs the job
 JOBS_FILE = "sweep_jobs.json"  # {"search": whether a sweeper chose the settings, "jobs": overrides by number}
 _STATES = {
-    "running": "did not finish (it was killed, crashed, or still runs)",
+    "running": "did not finish (it was killed, crashed, or still runs or waits)",
     "not started": "was not started",
     "damaged": "left a damaged status.json",
 }
@@ -46,15 +47,14 @@ class SweepJob:
     error: str = ""
     traceback: str = ""
     host: str = ""
+    where: str = ""  # "slurm job 12_3, log .submitit/12_3/12_3_0_log.err"
     span: tuple[datetime, datetime] | None = None  # of a finished job, where its status tells it
 
     def why(self) -> str:
         """What to say of a job without a result."""
-        return (
-            f"failed: {self.error or 'no error recorded'}"
-            if self.status == "failed"
-            else _STATES.get(self.status, self.status)
-        )
+        failed = f"failed: {self.error or 'no error recorded'}"
+        what = failed if self.status == "failed" else _STATES.get(self.status, self.status)
+        return f"{what} ({self.where})" if self.where else what
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,15 @@ def read_job(folder: Path) -> SweepJob:
         error=str(status.get("error") or ""),
         traceback=log.read_text(encoding="utf-8") if log.exists() else str(status.get("traceback") or ""),
         host=str(status.get("host") or ""),
+        where=_where(status),
         span=(datetime.fromisoformat(times[0]), datetime.fromisoformat(times[1])) if all(times) else None,
     )
+
+
+def _where(status: dict[str, Any]) -> str:
+    """The job of a scheduler that a run belongs to, in words; empty outside one."""
+    scheduler, job_id, log_file = (str(status.get(key) or "") for key in JOB_FACTS)
+    return f"{scheduler} job {job_id}" + (f", log {log_file}" if log_file else "") if job_id else ""
 
 
 def read_status(path: Path) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdiff2.evaluation.agreement import NEAR_TIE_SPACINGS
+from specdiff2.evaluation.batched_rows import by_method, split_name
 
 DASH = "-"
 TIMES = "\N{MULTIPLICATION SIGN}"
 _FOOTER = "mean streak: draft tokens accepted per round, bonus token excluded; tau: tokens per verifier pass, included"
+_BATCH_FOOTER = "speed-up: over the verifier alone at the same batch size; tokens/s: of all prompts of a batch together"
 _LABELS = {
     "autoregressive": "Autoregressive",
     "specdiff": "SpecDiff",
@@ -37,7 +39,8 @@ COLUMNS = ("method", "K", *MEASURED)
 
 def method_label(method: str) -> str:
     """How a method is called in tables and plots; unknown names stay as they are."""
-    return _LABELS.get(method, method)
+    name, batch_size = split_name(method)
+    return _LABELS.get(name, name) + ("" if batch_size == 1 else f", batch {batch_size}")
 
 
 def number(value: float | None, digits: int, unit: str = "") -> str:
@@ -125,6 +128,23 @@ def wins_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     return notes
 
 
+def split_notes(summary: Mapping[str, Any]) -> list[str]:
+    """For an evaluation by several processes, in one sentence, on what; and where their machines differ."""
+    split = summary.get("split")
+    if not split:
+        return []
+    ranks, differing = split["ranks"], split["differing"]
+    hosts = len({rank["host"] for rank in ranks})
+    note = f"decoded by {len(ranks)} processes on {hosts} machine{'s' if hosts != 1 else ''}"
+    if not differing:
+        return [f"{note}, all of one kind"]
+    told = "; ".join(f"{key}: {', '.join(map(str, values))}" for key, values in differing.items())
+    return [
+        f"{note} that DIFFER in {told}. Every prompt's methods were measured on one of them, so speed-ups are ratios "
+        f"within processes ({split['num_mixed_prompts']} prompts excepted); tokens/s are a mixture"
+    ]
+
+
 def plain_table(rows: Sequence[dict[str, Any]]) -> str:
     """Aligned text, one table per (benchmark, temperature); the last line never ends with a line break."""
     blocks = []
@@ -135,7 +155,8 @@ def plain_table(rows: Sequence[dict[str, Any]]) -> str:
         lines.insert(1, "  ".join("-" * width for width in widths))
         note = lossless_note(group)
         blocks.append("\n".join([group_title(group[0]), *lines, *wins_notes(group), *([note] if note else [])]))
-    return "\n\n".join([*blocks, _FOOTER]) if blocks else "no measured prompts"
+    footer = f"{_FOOTER}\n{_BATCH_FOOTER}" if by_method(rows) else _FOOTER
+    return "\n\n".join([*blocks, footer]) if blocks else "no measured prompts"
 
 
 def markdown_table(rows: Sequence[dict[str, Any]]) -> str:

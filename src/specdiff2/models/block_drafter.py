@@ -27,6 +27,7 @@ from specdiff2.models.borrowed import BorrowedEmbeddings
 from specdiff2.models.context_drafter_session import ContextDrafterSession
 from specdiff2.models.context_forward import context_states
 from specdiff2.models.context_input import ContextInput
+from specdiff2.models.drafter_batch import BlockDrafterBatch, ContextDrafterBatch
 from specdiff2.models.fresh_drafter import fresh_config, start_of_masks
 from specdiff2.models.layer_stack import base_of, build_stack, copy_layers
 from specdiff2.models.markov_head import MarkovHead
@@ -165,3 +166,13 @@ class BlockDrafter(WindowDrafter):
         if self.context is not None:
             return ContextDrafterSession(self, prompt, sampling, verifier_session)
         return BlockDrafterSession(self, prompt, sampling, max_new_tokens)
+
+    def start_batch(
+        self, num_rows: int, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> BlockDrafterBatch | ContextDrafterBatch | None:
+        """See ``protocols.DrafterBatch``; None for a bidirectional drafter, which reads each prefix anew."""
+        if self.context is not None:
+            return ContextDrafterBatch(self)
+        if self.config.attention == "causal_prefix":
+            return BlockDrafterBatch(self, num_rows, prompts, max_new_tokens)
+        return None

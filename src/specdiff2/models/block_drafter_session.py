@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdiff2.functional.attention_masks import additive_mask
 from specdiff2.functional.window_masks import decode_mask, num_slots
-from specdiff2.models.kv_cache import PreallocatedCache
+from specdiff2.models.kv_cache import AnyCache, PreallocatedCache
 from specdiff2.models.layer_stack import run_stack
 from specdiff2.models.window_session import WindowSession
 from specdiff2.types import SamplingParams
@@ -29,10 +29,18 @@ PREFILL_CHUNK = 512  # tokens a pass while reading the prompt: bounds the mask t
 
 
 class BlockDrafterSession(WindowSession):
-    """See ``protocols.DrafterSession``. Reads the prompt at construction."""
+    """See ``protocols.DrafterSession``. Reads the prompt at construction.
+
+    ``cache``: an empty one for a causal prefix; None makes one.
+    """
 
     def __init__(
-        self, drafter: WindowDrafter, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int
+        self,
+        drafter: WindowDrafter,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        cache: PreallocatedCache | None = None,
     ) -> None:
         self._drafter = drafter
         self._sampling = sampling
@@ -43,9 +51,7 @@ class BlockDrafterSession(WindowSession):
         self._cache: PreallocatedCache | None = None
         if drafter.config.attention == "causal_prefix":
             with torch.inference_mode():
-                self._cache = PreallocatedCache.allocate(
-                    drafter.stack.config, 1, capacity, drafter.dtype, drafter.device
-                )
+                self._cache = allocate_cache(drafter, 1, capacity) if cache is None else cache
                 self._prefill()
 
     @property
@@ -72,28 +78,21 @@ class BlockDrafterSession(WindowSession):
 
     def window_states(self, gamma: int, fixed: Int[Tensor, " gamma"] | None = None) -> Float[Tensor, "gamma hidden"]:
         with torch.inference_mode():
-            slots = self._slot_embeddings(num_slots(gamma, self._shifted, self._drafter.whole_window), fixed)
+            slots = slot_embeddings(self._drafter, self.num_slots(gamma), fixed)
             states = self._run_whole(slots) if self._cache is None else self._run_cached(slots, self._cache)
             return states[:gamma]
 
-    def _slot_embeddings(self, count: int, fixed: Tensor | None) -> Float[Tensor, "slot hidden"]:
-        assert self._drafter.mask_embedding is not None  # not conditioned
-        masks = self._drafter.mask_embedding.expand(count, -1)
-        if fixed is None:
-            return masks
-        shown = fixed[:count]
-        ids = self._drafter.draft_vocab_ids[shown.clamp(min=0)]
-        return torch.where(shown[:, None] < 0, masks, self._drafter.embeddings.embed(ids, masks.dtype))
+    def num_slots(self, gamma: int) -> int:
+        """Columns behind the committed tokens that a window of ``gamma`` positions takes."""
+        return num_slots(gamma, self._shifted, self._drafter.whole_window)
 
     def _run_cached(
         self, slots: Float[Tensor, "slot hidden"], cache: PreallocatedCache
     ) -> Float[Tensor, "gamma hidden"]:
         """One pass over the tokens that are not in the cache yet and the window; the cache keeps the tokens."""
         num_committed = len(self._tokens)
-        if self._shifted and cache.length == num_committed:
-            cache.truncate(num_committed - 1)  # the anchor's own output is read: compute it again
-        num_cached, count = cache.length, slots.shape[0]
-        num_new = num_committed - num_cached
+        num_new, count = len(self.unread_tokens()), slots.shape[0]
+        num_cached = num_committed - num_new
         cache.reserve(num_committed + count)
         embeddings = torch.cat([self._embed(num_cached, num_committed), slots])
         mask = decode_mask(num_cached, num_new, count, slots.device)
@@ -101,6 +100,22 @@ class BlockDrafterSession(WindowSession):
         hidden = self._run(embeddings, mask, num_cached, first_read)
         cache.truncate(num_committed)
         return hidden
+
+    def unread_tokens(self) -> list[int]:
+        """Committed tokens that the next pass has to read: those behind the cache, the anchor always among them where
+        its own output is read."""
+        assert self._cache is not None
+        if self._shifted and self._cache.length == len(self._tokens):
+            self._cache.truncate(len(self._tokens) - 1)
+        return self._tokens[self._cache.length :]
+
+    def read_tokens(self, start: int) -> None:
+        """A pass over several rows has put the keys and values of ``unread_tokens`` behind slot ``start``."""
+        assert self._cache is not None
+        num_new = len(self._tokens) - self._cache.length
+        num_cached = self._cache.length
+        self._cache.filled(start + num_new)
+        self._cache.gather(num_cached, range(start, start + num_new))
 
     def _run_whole(self, slots: Float[Tensor, "slot hidden"]) -> Float[Tensor, "gamma hidden"]:
         """One bidirectional pass over everything."""
@@ -136,3 +151,24 @@ class BlockDrafterSession(WindowSession):
             self._positions[first_read:num_rows],
             self._cache,
         )
+
+
+def allocate_cache(
+    drafter: WindowDrafter, batch: int, capacity: int, kind: type[AnyCache] = PreallocatedCache
+) -> AnyCache:
+    """An empty cache for the drafter's layers."""
+    return kind.allocate(drafter.stack.config, batch, capacity, drafter.dtype, drafter.device)
+
+
+def slot_embeddings(
+    drafter: WindowDrafter, count: int, fixed: Int[Tensor, "*row gamma"] | None
+) -> Float[Tensor, "*row slot hidden"]:
+    """What stands in the ``count`` slots of a window, or of the windows of several rows; ``fixed`` as in
+    ``window_states``, of at least ``count`` positions."""
+    assert drafter.mask_embedding is not None  # not conditioned
+    masks = drafter.mask_embedding.expand(count, -1)
+    if fixed is None:
+        return masks
+    shown = fixed[..., :count]
+    ids = drafter.draft_vocab_ids[shown.clamp(min=0)]
+    return torch.where(shown[..., None] < 0, masks, drafter.embeddings.embed(ids, masks.dtype))

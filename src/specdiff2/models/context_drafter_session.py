@@ -55,20 +55,19 @@ class ContextDrafterSession(WindowSession):
         assert drafter.context is not None and drafter.context_input is not None  # conditioned
         self._drafter = drafter
         self._sampling = sampling
-        self._session = verifier_session
+        self.session = verifier_session
         self._shape: ContextShape = drafter.context.shape
-        self._input = drafter.context_input
         self._lent = verifier_session.cache.lend(self._shape.layer_indices)
         self._steps = torch.arange(drafter.gamma, device=drafter.device)
 
     @property
     def num_committed(self) -> int:
         """Tokens committed so far, prompt included."""
-        return self._session.num_committed
+        return self.session.num_committed
 
     @property
     def last_token(self) -> int:
-        return self._session.last_token
+        return self.session.last_token
 
     def observe(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         """Newly committed tokens; the verifier's session has them."""
@@ -78,17 +77,18 @@ class ContextDrafterSession(WindowSession):
         self, gamma: int, fixed: Int[Tensor, " gamma"] | None
     ) -> tuple[Float[Tensor, "gamma hidden"], Float[Tensor, "gamma draft_vocab"]]:
         """One compiled pass where the verifier's passes are compiled and this window has one, else the eager pass."""
-        passes, session = self._session.passes, self._session
+        passes, session = self.session.passes, self.session
         if passes is None or fixed is not None or not passes.can_draft(self._drafter):
             return super().window_outputs(gamma, fixed)
         return passes.draft(
-            self._drafter, session.last_token, gamma, self._features(), session.num_committed - 1, session.cache
+            self._drafter, session.last_token, gamma, self.features(), session.num_committed - 1, session.cache
         )
 
     @torch.inference_mode()
     def window_states(self, gamma: int, fixed: Int[Tensor, " gamma"] | None = None) -> Float[Tensor, "gamma hidden"]:
-        drafter, session = self._drafter, self._session
-        inputs = self._inputs(gamma, fixed)
+        drafter, session = self._drafter, self.session
+        token = torch.tensor(self.last_token, device=drafter.device)
+        inputs = window_inputs(drafter, token, self.features(), gamma, fixed)
         num_cached = session.num_committed - 1
         positions = self._steps[None, :gamma] + num_cached
         cache = session.cache
@@ -102,23 +102,31 @@ class ContextDrafterSession(WindowSession):
         cache.truncate(num_cached)
         return hidden
 
-    def _inputs(self, gamma: int, fixed: Tensor | None) -> Float[Tensor, "gamma hidden"]:
-        drafter = self._drafter
-        features = self._features()
-        token = torch.tensor(self.last_token, device=drafter.device)
-        inputs = self._input(self._input.fuse(drafter.embeddings.embed(token, drafter.dtype), features), gamma)
-        if fixed is None or gamma == 1:
-            return inputs
-        shown = fixed[: gamma - 1]
-        ids = drafter.draft_vocab_ids[shown.clamp(min=0)]
-        fused = self._input.fuse(drafter.embeddings.embed(ids, drafter.dtype), features.expand(gamma - 1, -1))
-        slots = torch.where(shown[:, None] < 0, inputs[1:], self._input.anchor(fused))
-        return torch.cat([inputs[:1], slots])
-
-    def _features(self) -> Float[Tensor, " feature_width"]:
+    def features(self) -> Float[Tensor, " feature_width"]:
         """Hidden states right before the last committed token; zero where there are none (a prompt of one token)."""
-        features = self._session.anchor_features(self._shape.feature_layers)
+        features = self.session.anchor_features(self._shape.feature_layers)
         if features is not None:
             return features
         width = len(self._shape.feature_layers) * self._shape.hidden_size
         return torch.zeros(width, dtype=self._drafter.dtype, device=self._drafter.device)
+
+
+def window_inputs(
+    drafter: BlockDrafter,
+    token: Int[Tensor, "*row"],
+    features: Float[Tensor, "*row feature_width"],
+    gamma: int,
+    fixed: Int[Tensor, "*row gamma"] | None,
+) -> Float[Tensor, "*row gamma hidden"]:
+    """What the layers see of one window, or of the windows of several rows; ``fixed`` as in ``window_states``."""
+    context = drafter.context_input
+    assert context is not None  # conditioned
+    inputs = context(context.fuse(drafter.embeddings.embed(token, drafter.dtype), features), gamma)
+    if fixed is None or gamma == 1:
+        return inputs
+    shown = fixed[..., : gamma - 1]
+    ids = drafter.draft_vocab_ids[shown.clamp(min=0)]
+    beside = features[..., None, :].expand(*shown.shape, -1)
+    anchors = context.anchor(context.fuse(drafter.embeddings.embed(ids, drafter.dtype), beside))
+    slots = torch.where(shown[..., None] < 0, inputs[..., 1:, :], anchors)
+    return torch.cat([inputs[..., :1, :], slots], dim=-2)

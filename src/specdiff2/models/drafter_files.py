@@ -208,7 +208,8 @@ def check_belongs(config: Any, verifier: HFVerifier, folder: Path) -> None:
     """The drafter in ``folder`` was made for this verifier: its tokenizer, and for a block drafter its very weights.
 
     A masked-diffusion LM has nothing of the verifier in it, and one may serve several of the same tokenizer (as in the
-    paper): losslessness does not depend on which one it was trained for. Another one is only told.
+    paper): losslessness does not depend on which one it was trained for. Another one is only told. So is one whose
+    rollouts a server sampled (``served:NAME``): nobody here has seen its weights.
 
     Raises:
         MismatchError: it was made for another verifier, tokenizer or vocabulary.
@@ -228,8 +229,18 @@ def check_belongs(config: Any, verifier: HFVerifier, folder: Path) -> None:
         },
         "decode with the verifier it was trained for, or train a drafter for this one",
     )
-    if not same:
+    if same:
+        return
+    if is_served(config.verifier_fingerprint) or is_served(verifier.fingerprint):
+        log.warning("drafter %s was trained for verifier %s and now serves %s: the tokenizers agree, the weights could "
+                    "not be compared", folder, trained_for, given)  # fmt: skip
+    else:
         log.info("drafter %s was trained for verifier %s and now serves %s", folder, trained_for, given)
+
+
+def is_served(fingerprint: str) -> bool:
+    """Whether this stands for a verifier that only a server holds (``data.served`` writes such rollouts)."""
+    return fingerprint.startswith("served:")
 
 
 def refuse_differences(folder: Path, checks: Mapping[str, tuple[Any, Any, bool]], remedy: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdiff2.models.transfer import to_device
 from specdiff2.types import ConfigError
+
+if TYPE_CHECKING:
+    from typing import Self
 
 Devices: TypeAlias = torch.device | str | Sequence[torch.device | str]
 
@@ -116,10 +119,15 @@ class PreallocatedCache(Cache):
             raise ValueError(f"got {len(devices)} devices for {num_layers} layers: expected one per layer")
         shape = (batch, num_heads, capacity, head_dim)
         # zeros, not empty: masked slots are multiplied by weight 0, and 0 * NaN from old memory is NaN
-        self._storages = [
+        storages = [
             torch.zeros((2 * len(list(run)), *shape), dtype=dtype, device=place)
             for place, run in itertools.groupby(map(torch.device, devices))
         ]
+        self._adopt(storages)
+
+    def _adopt(self, storages: list[Tensor]) -> None:
+        """Be an empty cache in this memory."""
+        self._storages = storages
         self._own = [_Layer(keys, values) for keys, values in self._views()]
         super().__init__(layers=list(self._own))
 
@@ -133,7 +141,7 @@ class PreallocatedCache(Cache):
         device: Devices = "cpu",
         round_up: Callable[[int], int] = int,
         num_heads: int | None = None,
-    ) -> PreallocatedCache:
+    ) -> Self:
         """``num_heads``: key/value heads in this process; None means all of them.
 
         Raises:
@@ -285,3 +293,6 @@ class PreallocatedCache(Cache):
         for storage in self._storages:
             for i in range(0, storage.shape[0], 2):
                 yield storage[i], storage[i + 1]
+
+
+AnyCache = TypeVar("AnyCache", bound=PreallocatedCache)

@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file
 
 from specdiff2.models.chat_format import check_thinking
 from specdiff2.models.dtypes import pick_dtype
-from specdiff2.models.hub import download_command, find_on_hub, missing_files, name_some
+from specdiff2.models.hub import cached_folder, download_command, find_on_hub, missing_files, name_some
 from specdiff2.models.json_object import read_json_object
 from specdiff2.models.placement import DeviceMap, TensorPlan, plan_placement
 from specdiff2.models.quantization import prepare_quantization
@@ -91,7 +91,7 @@ def load_without_weights(
     ``ignored``: number format and places of weights that are not there.
     """
     check_attention(attn_implementation)
-    folder, options = _find(source, revision, gguf_file, cache_dir)
+    folder, options = _find(source, revision, gguf_file, cache_dir, weights=False)
     with _clear_errors(source, folder):
         config = AutoConfig.from_pretrained(folder, **options)
         with torch.device("meta"):
@@ -102,14 +102,22 @@ def load_without_weights(
 
 
 def _find(
-    source: str | Path, revision: str | None, gguf_file: str | None, cache_dir: str | Path | None
+    source: str | Path,
+    revision: str | None,
+    gguf_file: str | None,
+    cache_dir: str | Path | None,
+    *,
+    weights: bool = True,
 ) -> tuple[str, dict[str, Any]]:
-    """A complete folder, or a hub id that can be had; and how to call the loaders of transformers with it."""
+    """A complete folder (without ``weights``: one that holds the small files), or a hub id that can be had; and how to
+    call the loaders of transformers with it."""
     folder = resolve_source(source, revision=revision, gguf_file=gguf_file, cache_dir=cache_dir)
     if Path(folder).is_dir():
-        check_folder(Path(folder))
-    else:
+        check_folder(Path(folder), weights=weights)
+    elif weights or (cached := cached_folder(folder, revision)) is None:
         folder = find_on_hub(folder, revision)
+    else:
+        folder = str(cached)
     is_local = Path(folder).is_dir()
     pin = None if is_local else revision
     return folder, {"revision": pin, "local_files_only": is_local, "trust_remote_code": False}
@@ -179,8 +187,8 @@ def resolve_source(
         return str(converted_folder(Path(str(cached_file(text, gguf_file, revision=revision))), cache_dir))
 
 
-def check_folder(folder: Path) -> None:
-    """A model folder must hold a readable config and all its weights.
+def check_folder(folder: Path, *, weights: bool = True) -> None:
+    """A model folder must hold a readable config and, unless told otherwise, all its weights.
 
     Raises:
         ConfigError: config.json, a shard or every weight file is missing.
@@ -190,6 +198,6 @@ def check_folder(folder: Path) -> None:
     if not config.is_file():
         raise ConfigError(f"{folder}: holds no config.json; expected a folder written by save_pretrained")
     read_json_object(config)
-    missing = missing_files(folder)
+    missing = missing_files(folder) if weights else []
     if missing:
         raise ConfigError(f"{folder}: holds no {name_some(missing)}; fetch the model again")

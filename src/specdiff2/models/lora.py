@@ -91,6 +91,11 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in _adapter_tensors(model)}
 
 
+def adapter_name(parameter: str) -> str:
+    """What ``adapter_state`` calls the parameter of an adapter that ``named_parameters`` calls so."""
+    return PREFIX + parameter.replace(f".{_ADAPTER}.weight", ".weight")
+
+
 @torch.no_grad()
 def load_adapter_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Fill the adapters of ``model`` (made by ``add_lora``) with ``tensors``, named as by ``adapter_state``.

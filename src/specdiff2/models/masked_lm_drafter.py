@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdiff2.models.block_drafter_config import check_mask_token_id
 from specdiff2.models.block_drafter_session import BlockDrafterSession
+from specdiff2.models.drafter_batch import BlockDrafterBatch
 from specdiff2.models.families import FamilyModel
 from specdiff2.models.layer_stack import base_of
 from specdiff2.models.lora import add_lora
@@ -172,6 +173,14 @@ class MaskedLMDrafter(WindowDrafter):
             return BlockDrafterSession(self, prompt, sampling, max_new_tokens)
         text = self.bridge.start(prompt)
         return RetokenizedSession(BlockDrafterSession(self, text.drafter_ids, sampling, max_new_tokens), text)
+
+    def start_batch(
+        self, num_rows: int, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> BlockDrafterBatch | None:
+        """See ``protocols.DrafterBatch``; None for a bidirectional drafter and for one with another tokenizer."""
+        if self.bridge is None and self.config.attention == "causal_prefix":
+            return BlockDrafterBatch(self, num_rows, prompts, max_new_tokens)
+        return None
 
 
 def _vocabulary(config: MaskedLMConfig, base: FamilyModel, verifier: HFVerifier) -> tuple[list[int], list[int]]:

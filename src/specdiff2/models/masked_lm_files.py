@@ -65,6 +65,18 @@ def save_masked_lm(
     """
     config, model = drafter.config, drafter.model
     state = dict(model.named_parameters()) if config.lora is None else adapter_state(model)
+    return store_masked_lm(config, state, folder, extra, dtype=dtype)
+
+
+def store_masked_lm(
+    config: MaskedLMConfig,
+    state: Mapping[str, Tensor],
+    folder: str | Path,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """``save_masked_lm`` of tensors alone: all weights by name, or an adapter's as ``lora.adapter_state`` has them."""
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
 
     def write(new: Path) -> None:

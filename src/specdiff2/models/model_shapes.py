@@ -212,6 +212,17 @@ def block_drafter_shape(verifier: ModelShape, settings: Mapping[str, Any], draft
     return ModelShape("block drafter", verifier.origin, config, parts, 0, 0, linears), parts
 
 
+def eagle_shape(verifier: ModelShape, num_layers: int) -> tuple[ModelShape, int]:
+    """(its layers and ``fc``, trained parameters) of a fresh ``models.eagle_drafter.EagleDrafter``: verifier layers
+    without the first input norm and the last norm, behind a projection of twice the hidden size with a bias."""
+    layers, _ = block_drafter_shape(verifier, {"num_layers": num_layers}, 0)
+    hidden = verifier.hidden_size
+    # block_drafter_shape counts a final norm and a mask embedding; here are neither, nor the first input norm
+    parts = layers.num_parameters - 3 * hidden + 2 * hidden * hidden + hidden
+    linears = {**layers.linears, "fc": (1, 2 * hidden, hidden)}
+    return replace(layers, name="EAGLE head", num_parameters=parts, linears=linears), parts
+
+
 def find_config(
     source: str, *, revision: str | None = None, gguf_file: str | None = None, family: str | None = None
 ) -> tuple[PreTrainedConfig, str, Family | None]:

@@ -21,7 +21,7 @@ from specdiff2.models.batch_sampling import sample_batch
 from specdiff2.models.chat_format import check_thinking
 from specdiff2.models.compiled import CompiledPasses
 from specdiff2.models.fingerprint import model_fingerprint
-from specdiff2.models.kv_cache import PreallocatedCache, check_full_attention
+from specdiff2.models.kv_cache import AnyCache, PreallocatedCache, check_full_attention
 from specdiff2.models.loading import check_attention, load_model_and_tokenizer, load_without_weights
 from specdiff2.models.packed_linear import pack_linears
 from specdiff2.models.placement import (
@@ -34,6 +34,7 @@ from specdiff2.models.placement import (
     num_ranks,
 )
 from specdiff2.models.released import ReleasedModel
+from specdiff2.models.verifier_batch import HFVerifierBatch
 from specdiff2.models.verifier_session import HFVerifierSession
 from specdiff2.models.vocab import head_rows, real_vocab_size
 from specdiff2.models.window_probs import window_probs
@@ -162,10 +163,10 @@ class HFVerifier:
         if is_movable(self.model):
             self.model.to(device)
 
-    def allocate_cache(self, batch: int, capacity: int) -> PreallocatedCache:
+    def allocate_cache(self, batch: int, capacity: int, kind: type[AnyCache] = PreallocatedCache) -> AnyCache:
         """An empty cache, each layer's part where the layer computes, with the heads that this process holds."""
         model = self.model
-        return PreallocatedCache.allocate(
+        return kind.allocate(
             self.config, batch, capacity, self.dtype, cache_devices(model), num_heads=heads_per_rank(model)
         )
 
@@ -214,6 +215,12 @@ class HFVerifier:
         """
         self.check_prompt(prompt, max_new_tokens)
         return HFVerifierSession(self, prompt, max_new_tokens)
+
+    def start_batch(self, num_rows: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> HFVerifierBatch:
+        """Places for ``num_rows`` of these prompts at a time. Raises ConfigError as ``start``, for each prompt."""
+        for prompt in prompts:
+            self.check_prompt(prompt, max_new_tokens)
+        return HFVerifierBatch(self, num_rows, prompts, max_new_tokens)
 
     def sample_batch(
         self, prompts: list[list[int]], sampling: SamplingParams, max_new_tokens: int, generator: torch.Generator

@@ -96,7 +96,8 @@ class WindowDrafter(nn.Module):
         """float32 logits; ``previous``: the verifier id before each position (read by the Markov head only)."""
         logits = self.embeddings.logits(states)
         if self.markov is not None:
-            logits = logits + self.markov(self.markov.gate(states), self.to_draft_vocab(previous))
+            # not called as a module: ZeRO-3 counts those calls, and ranks may need other numbers of chunks
+            logits = logits + self.markov.forward(self.markov.gate(states), self.to_draft_vocab(previous))
         return logits
 
     def token_logits(self, states: Float[Tensor, "token hidden"]) -> Float[Tensor, "token draft_vocab"]:

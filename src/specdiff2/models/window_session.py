@@ -5,17 +5,14 @@ positions (by confidence, or another order of ``functional.unmasking``) to their
 next pass; the law of the positions left comes from the last one. A fixed position is one-hot in the law, so
 ``tokens ~ draft_probs`` is exact.
 
-With a Markov head a position's law depends on the token before it. Drafts then are drawn position by position. A rule
-that reads the draft probabilities of several chains needs one law per position for all of them: it gets the law given
-the argmax chain's tokens, which is fixed before anything is drawn.
+Laws and draws are ``models.window_law``.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from specdiff2.functional.sampling import logits_to_probs
 from specdiff2.functional.unmasking import unmasking_scores
+from specdiff2.models.window_law import WindowLaw, confident_length, draw_drafts
 from specdiff2.protocols import RandomSource
 from specdiff2.types import ConfigError, Draft, SamplingParams
 
@@ -30,131 +28,8 @@ if TYPE_CHECKING:
     from specdiff2.models.window_drafter import WindowDrafter
 
 
-NUM_CANDIDATES = 256  # tokens per position that a tree is grown from
-
-
-@dataclass(frozen=True, slots=True)
-class WindowLaw:
-    """See ``protocols.DraftLaw``. ``base``: logits without the Markov head; ``gates``: its gates, or None."""
-
-    drafter: WindowDrafter
-    root: int
-    base: Float[Tensor, "gamma draft_vocab"]
-    gates: Float[Tensor, "gamma rank"] | None
-    _lists: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list, repr=False)
-
-    @property
-    def ids(self) -> Int[Tensor, " draft_vocab"]:
-        return self.drafter.draft_vocab_ids
-
-    @property
-    def gamma(self) -> int:
-        return int(self.base.shape[0])
-
-    @property
-    def factorised(self) -> bool:
-        return self.gates is None
-
-    def first(self, gamma: int) -> WindowLaw:
-        """The law of the first ``gamma`` positions alone."""
-        return WindowLaw(self.drafter, self.root, self.base[:gamma], None if self.gates is None else self.gates[:gamma])
-
-    def logits(self, depth: int, previous: Int[Tensor, " parent"]) -> Float[Tensor, "parent draft_vocab"]:
-        """Unnormalised, one row for each verifier id in ``previous``."""
-        base = self.base[depth].expand(len(previous), -1)
-        if self.gates is None or self.drafter.markov is None:
-            return base
-        gate = self.gates[depth].expand(len(previous), -1)
-        return base + self.drafter.markov(gate, self.drafter.to_draft_vocab(previous))
-
-    @torch.inference_mode()
-    def log_probs(self, depth: int, previous: Int[Tensor, " parent"]) -> Float[Tensor, "parent draft_vocab"]:
-        return self.logits(depth, previous.to(self.base.device)).log_softmax(-1)
-
-    @torch.inference_mode()
-    def candidates(
-        self, depth: int, previous: Int[Tensor, " parent"]
-    ) -> tuple[Float[Tensor, "parent candidate"], Int[Tensor, " candidate"]]:
-        """The ``NUM_CANDIDATES`` tokens that are most probable without the Markov head, normalised over the list.
-
-        With a bias for the whole draft vocabulary at every parent a tree would cost more than the drafter's pass.
-        """
-        ids, base, outputs = self._short_lists()
-        if outputs is None or self.gates is None or self.drafter.markov is None:
-            return base[depth].log_softmax(-1).expand(len(previous), -1), ids[depth]
-        row = self.drafter.to_draft_vocab(previous.to(ids.device))
-        bias = self.drafter.markov.inputs(self.gates[depth], row) @ outputs[depth].mT
-        return (base[depth] + bias).log_softmax(-1), ids[depth]
-
-    def prepare(self) -> None:
-        """Compute what ``candidates`` reads: part of the drafter's pass, not of growing a tree."""
-        if not self.factorised:
-            self._short_lists()
-
-    def _short_lists(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """For all positions, once per window: verifier ids, base logits and Markov outputs of the candidates."""
-        if not self._lists:
-            base, index = self.base.topk(min(NUM_CANDIDATES, self.base.shape[-1]), dim=-1)
-            markov = self.drafter.markov
-            outputs = None if markov is None else markov.token_out[index].to(base.dtype)
-            self._lists.append((self.ids[index], base, outputs))
-        return self._lists[0]
-
-    @torch.inference_mode()
-    def position_log_probs(self) -> Float[Tensor, "gamma draft_vocab"]:
-        """Raises ValueError for a law that does not factorise."""
-        if not self.factorised:
-            raise ValueError("position_log_probs(): the law depends on the previous token; use log_probs")
-        return self.base.log_softmax(-1)
-
-    @torch.inference_mode()
-    def given_argmax_chain(self) -> Float[Tensor, "gamma draft_vocab"]:
-        """Logits of every position given that the ones before it are the most probable tokens."""
-        if self.factorised:
-            return self.base
-        rows, previous = [], torch.tensor([self.root], device=self.base.device)
-        for depth in range(self.gamma):
-            rows.append(self.logits(depth, previous)[0])
-            previous = self.ids[rows[-1].argmax(-1, keepdim=True)]
-        return torch.stack(rows)
-
-
-def confident_length(law: WindowLaw, min_confidence: float) -> int:
-    """Leading positions whose joint argmax-chain probability is at least ``min_confidence``; at least 1."""
-    path = law.given_argmax_chain().log_softmax(-1).amax(-1).cumsum(-1)
-    return max(1, int((path >= math.log(min_confidence)).sum()))
-
-
-def draw_drafts(
-    law: WindowLaw, num_drafts: int, sampling: SamplingParams, rng: RandomSource, needs_probs: bool
-) -> Draft:
-    """K independent drafts; see the module docstring for laws with a Markov head."""
-    if not law.factorised and not (needs_probs and num_drafts > 1):
-        tokens, probs = _draw_in_order(law, num_drafts, sampling, rng)
-    else:
-        probs = logits_to_probs(law.given_argmax_chain(), sampling)
-        tokens = rng.chains(probs, num_drafts).to(law.ids.device)
-    tokens = law.ids[tokens]
-    if not needs_probs:
-        return Draft(tokens)
-    draft_probs = probs.new_zeros((law.gamma, law.drafter.vocab_size))
-    draft_probs[:, law.ids] = probs
-    return Draft(tokens, draft_probs)
-
-
-def _draw_in_order(
-    law: WindowLaw, num_drafts: int, sampling: SamplingParams, rng: RandomSource
-) -> tuple[Int[Tensor, "K gamma"], Float[Tensor, "gamma draft_vocab"]]:
-    """Every position given the drawn token before it; the probabilities are those of the first draft's path."""
-    previous = torch.full((num_drafts,), law.root, device=law.base.device)
-    tokens, first = [], []
-    for depth in range(law.gamma):
-        probs = logits_to_probs(law.logits(depth, previous), sampling)
-        drawn = rng.chains(probs, 1)[0].to(law.ids.device)  # one draw from each draft's row
-        tokens.append(drawn)
-        first.append(probs[0])
-        previous = law.ids[drawn]
-    return torch.stack(tokens, dim=1), torch.stack(first)
+WindowPass: TypeAlias = tuple[int, Tensor | None]  # gamma and what is shown: arguments of ``window_outputs``
+WindowOutputs: TypeAlias = tuple[Tensor, Tensor]  # states and logits
 
 
 class WindowSession(ABC):
@@ -165,6 +40,12 @@ class WindowSession(ABC):
     _generator: torch.Generator | None = None
     min_confidence: float = 0.0  # drafts end before the argmax chain's probability falls below it; see ``propose``
     denoising_steps: int | None = None  # passes of a window; None: as the drafter was trained
+    _prepared: tuple[int, WindowLaw] | None = None  # committed tokens, and the law of the window after them
+
+    @property
+    @abstractmethod
+    def num_committed(self) -> int:
+        """Tokens committed so far, prompt included."""
 
     @property
     @abstractmethod
@@ -211,15 +92,32 @@ class WindowSession(ABC):
     def _law(self, gamma: int) -> WindowLaw:
         if gamma < 1:
             raise ConfigError(f"gamma={gamma!r}: expected an integer >= 1")
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == self.num_committed and prepared[1].gamma == gamma:
+            return prepared[1]
         with torch.inference_mode():
-            fixed = self._denoise(gamma)
-            states, base = self.window_outputs(gamma, fixed)
-            markov = self._drafter.markov
-            if fixed is not None:
-                is_fixed = fixed >= 0
-                base[is_fixed] = float("-inf")
-                base[is_fixed, fixed[is_fixed]] = 0.0
-            return WindowLaw(self._drafter, self.last_token, base, None if markov is None else markov.gate(states))
+            steps = self.law_passes(gamma)
+            asked = next(steps)
+            while True:
+                try:
+                    asked = steps.send(self.window_outputs(*asked))
+                except StopIteration as end:
+                    return end.value
+
+    def prepared(self, law: WindowLaw) -> None:
+        """The law that the next ``propose`` or ``law`` asks for: somebody ran its passes (``models.drafter_batch``)."""
+        self._prepared = self.num_committed, law
+
+    def law_passes(self, gamma: int) -> Generator[WindowPass, WindowOutputs, WindowLaw]:
+        """The law of the next ``gamma`` >= 1 positions, asking for each pass: it is sent the outputs of it."""
+        fixed = yield from self._denoise(gamma)
+        states, base = yield gamma, fixed
+        markov = self._drafter.markov
+        if fixed is not None:
+            is_fixed = fixed >= 0
+            base[is_fixed] = float("-inf")
+            base[is_fixed, fixed[is_fixed]] = 0.0
+        return WindowLaw(self._drafter, self.last_token, base, None if markov is None else markov.gate(states))
 
     def window_outputs(
         self, gamma: int, fixed: Int[Tensor, " gamma"] | None
@@ -239,7 +137,7 @@ class WindowSession(ABC):
         """The tempered probabilities of every position (given the argmax chain, with a Markov head)."""
         return logits_to_probs(self.law(gamma).given_argmax_chain(), self._sampling)
 
-    def _denoise(self, gamma: int) -> Int[Tensor, " gamma"] | None:
+    def _denoise(self, gamma: int) -> Generator[WindowPass, WindowOutputs, Int[Tensor, " gamma"] | None]:
         """Positions fixed by all passes but the last (draft-vocabulary index, -1 where open); None with one pass."""
         asked = self.denoising_steps or self._drafter.config.denoising_steps
         steps = min(asked, gamma)  # more steps than positions: nothing left to say
@@ -247,7 +145,7 @@ class WindowSession(ABC):
             return None
         fixed = torch.full((gamma,), -1, device=self._drafter.device)
         for steps_left in range(steps, 1, -1):
-            logits = self.window_logits(gamma, fixed)
+            _, logits = yield gamma, fixed
             num_fixed = -(-int((fixed < 0).sum()) // steps_left)
             scores = unmasking_scores(logits, self._drafter.unmasking, self._unmasking_generator)
             chosen = scores.masked_fill(fixed >= 0, -torch.inf).topk(num_fixed).indices

@@ -19,8 +19,9 @@ REPEATED_WINDOWS = 4  # of a rollout, each with the prefix again, through a whol
 
 def resolve_auto(config: dict[str, Any]) -> None:
     """Replace ``auto``: ``trainer.accelerator`` by the GPU if there is one (where ``verifier.device: auto`` is too),
-    ``trainer.precision`` by bf16-mixed where that device multiplies bf16 natively, else 32-true, ``optimizer.lr`` and
-    ``data.module.windows_per_rollout`` by what suits the drafter.
+    ``trainer.devices`` by the number of GPUs of this machine (one process without), ``trainer.precision`` by bf16-mixed
+    where that device multiplies bf16 natively, else 32-true, ``optimizer.lr`` and ``data.module.windows_per_rollout``
+    by what suits the drafter.
     """
     model, trainer, optimizer, data = (config.get(key) or {} for key in ("model", "trainer", "optimizer", "data"))
     if optimizer.get("lr") == "auto":
@@ -30,6 +31,8 @@ def resolve_auto(config: dict[str, Any]) -> None:
         data["module"]["windows_per_rollout"] = REPEATED_WINDOWS if repeated else PACKED_WINDOWS
     if trainer.get("accelerator") == "auto":
         trainer["accelerator"] = "gpu" if torch.cuda.is_available() else "cpu"
+    if trainer.get("devices") == "auto":
+        trainer["devices"] = max(1, torch.cuda.device_count()) if trainer.get("accelerator") in ("gpu", "cuda") else 1
     if trainer.get("precision") == "auto":
         device = "cuda" if trainer.get("accelerator") in ("gpu", "cuda") else "cpu"
         planned = config.get("preflight") and (config.get("hardware") or {}).get("bf16_tflops")  # another machine's

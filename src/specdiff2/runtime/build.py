@@ -21,15 +21,18 @@ from hydra.utils import instantiate as hydra_instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specdiff2.runtime import slurm
 from specdiff2.runtime.auto_settings import resolve_auto
 from specdiff2.runtime.command import clear_composition_error, quote_prompt
 from specdiff2.runtime.config_schema import validate
+from specdiff2.runtime.launched import is_first_rank
 from specdiff2.runtime.logging import quiet_libraries
 from specdiff2.runtime.provenance import write_run_json
 from specdiff2.runtime.ranks import run_folder_of_rank
 from specdiff2.runtime.seeding import seed_everything, set_threads
 from specdiff2.runtime.storage import storage_problem
 from specdiff2.runtime.sweep_callback import fingerprint, finish_sweep, is_done
+from specdiff2.training.launcher_watch import end_with_launcher
 from specdiff2.types import ConfigError, SpecDiffError
 
 log = logging.getLogger(__name__)
@@ -57,15 +60,23 @@ def check(cfg: DictConfig, schema: type) -> dict[str, Any]:
 
 
 def begin(config: dict[str, Any]) -> Path:
-    """Seed, set threads and write ``run.json`` before any work; returns the run folder."""
+    """Seed, set threads and write ``run.json`` before any work; returns the run folder.
+
+    From now on this process ends with the one that started it as a rank.
+    """
+    end_with_launcher()
     seed_everything(config["seed"])
     threads = set_threads(config["threads"])
     folder = run_folder_of_rank(config)
     _run_ids[:] = [config["run_id"]]
     if _typed:
         sys.argv[1:] = _typed  # run.json records what the user typed, without our quotes
-    record = write_run_json(folder, config, threads=threads)
-    log.info("%s; %s threads, %s", record["machine"], threads, record["dtype"])
+    if is_first_rank() or "sampler" in config:  # each rank of an evaluation has a folder of its own
+        record = write_run_json(folder, config, threads=threads)
+        log.info("%s; %s threads, %s", record["machine"], threads, record["dtype"])
+    else:
+        logging.disable(logging.INFO)  # lines come once; warnings and errors may be this rank's own
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     return folder
 
 
@@ -120,7 +131,9 @@ def run_entry_point(main: Callable[[], Any], config_dir: Path) -> None:
     except (SpecDiffError, HydraException, OmegaConfBaseException) as error:
         sys.exit(_report(error, config_dir))
     except (OSError, RuntimeError) as error:
-        message = storage_problem(error)
+        message, refused = storage_problem(error), slurm.refusal(error)
+        if refused is not None:
+            sys.exit(f"error: {refused}")
         if message is None:
             raise
         print(f"error: {message}; free some space (or choose another paths.outputs) and run the same command again "
@@ -145,5 +158,6 @@ def _report(error: Exception, config_dir: Path) -> int:
         raise error
     if not isinstance(error, SpecDiffError):
         error = clear_composition_error(error, config_dir, _typed)
-    print(f"error: {error}", file=sys.stderr)
+    rank = slurm.own_rank()
+    print(f"error: rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr)
     return 1

@@ -30,10 +30,11 @@ MINIMUM: dict[str, float] = {
     "gamma": 1, "K": 1, "num_drafts": 1, "max_steps": 1, "num_prompts": 1, "batch_size": 1, "max_new_tokens": 1,
     "num_layers": 1, "denoising_steps": 1, "windows_per_rollout": 1, "samples_per_prompt": 1, "num_warmup": 0,
     "seed": 0, "threads": 1, "prefix_loss_weight": 0.0, "temperature": 0.0, "top_k": 0, "lr": 0.0,
-    "weight_decay": 0.0, "warmup_steps": 0,
-    "warmup_share": 0.0, "every_n_steps": 1, "accumulate_grad_batches": 1, "limit": 1, "draft_vocab_size": 1,
-    "num_probe_prompts": 1, "loss_chunk_windows": 1, "markov_rank": 0, "preflight": 0.0, "num_devices": 1,
-    "memory_gib": 0.0, "reserve_gib": 0.0, "layer_overhead_ms": 0.0, "all_reduce_ms": 0.0, "round_overhead_ms": 0.0,
+    "weight_decay": 0.0, "warmup_steps": 0, "steps": 1, "hang_timeout_s": 1, "concurrency": 1, "max_retries": 0,
+    "timeout_s": 0.1, "warmup_share": 0.0, "every_n_steps": 1, "accumulate_grad_batches": 1, "limit": 1,
+    "draft_vocab_size": 1, "num_probe_prompts": 1, "loss_chunk_windows": 1, "markov_rank": 0, "preflight": 0.0,
+    "num_devices": 1, "num_nodes": 1, "memory_gib": 0.0, "reserve_gib": 0.0, "layer_overhead_ms": 0.0,
+    "all_reduce_ms": 0.0, "round_overhead_ms": 0.0,
 }  # fmt: skip
 
 
@@ -78,8 +79,9 @@ class RuntimeSection:
 class HardwareSection:
     """Section ``hardware``: the devices that ``preflight`` plans for. Null: as this machine has it.
 
-    ``memory_gib`` of one device, ``reserve_gib`` of it kept free; peaks of bandwidth and arithmetic, and the shares of
-    them that are reached; times that no peak tells.
+    ``num_devices`` of one node, ``memory_gib`` of one device, ``reserve_gib`` of it kept free; peaks of bandwidth and
+    arithmetic, and the shares of them that are reached; times that no peak tells. What one device sends a second within
+    a node and between nodes, and the share of it that collectives reach.
     """
 
     name: str | None
@@ -94,6 +96,9 @@ class HardwareSection:
     layer_overhead_ms: float
     all_reduce_ms: float
     round_overhead_ms: float
+    interconnect_gb_s: float
+    network_gb_s: float
+    communication_share: float
 
 
 @dataclass
@@ -119,10 +124,26 @@ class TrainConfig:
     prefix_loss_weight: float | None
     loss_chunk_windows: int
     num_probe_prompts: int
+    load_verifier: bool | Literal["auto"]
+    tf32: bool
     publish: bool
     seed: int
     threads: int | None
     resume: bool | str
+
+
+@dataclass
+class RolloutConfig:
+    """Top level of ``conf/rollout.yaml``."""
+
+    verifier: Node
+    data: DataSection
+    engine: Node
+    paths: Paths
+    seed: int
+    threads: int | None
+    progress: bool
+    run_id: str
 
 
 @dataclass
@@ -151,6 +172,9 @@ class EvalConfig:
     stop: Sequence[str]
     stop_ids: Sequence[int]
     num_warmup: int
+    batch_sizes: Sequence[int] | None
+    shard: str | None
+    shard_wait_s: float
     seed: int
     threads: int | None
     runtime: RuntimeSection

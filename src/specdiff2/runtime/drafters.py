@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from specdiff2.data.context_memory import ContextMemory
-from specdiff2.data.retokenize import retokenize_rollouts
+from specdiff2.data.retokenize import RetokenizedRollouts
+from specdiff2.data.rollout_indexing import open_index
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.data.windows import draft_vocabulary, first_anchor
 from specdiff2.models.block_drafter_config import BlockDrafterConfig, check_conditioning
@@ -78,7 +79,7 @@ def build_drafter(config: Mapping[str, Any], verifier: HFVerifier, store: Rollou
     Raises:
         MismatchError: the drafter to start from was made for another verifier.
     """
-    rollouts = store.load()
+    rollouts = open_index(store.folder)
     masked_lm, size = is_masked_lm(config["model"]), config["data"]["draft_vocab_size"]
     if config["start_from"] is not None:
         # a masked-diffusion LM keeps the dtype of its frozen base
@@ -101,10 +102,10 @@ def build_drafter(config: Mapping[str, Any], verifier: HFVerifier, store: Rollou
     return drafter
 
 
-def training_rollouts(drafter: Any, stores: Sequence[RolloutStore]) -> list[RolloutStore | list[Rollout]]:
+def training_rollouts(drafter: Any, stores: Sequence[RolloutStore]) -> list[RolloutStore | Sequence[Rollout]]:
     """What the data module reads: the stores, or their rollouts in the tokens of a drafter with another tokenizer."""
     bridge = getattr(drafter, "bridge", None)
-    return [store if bridge is None else retokenize_rollouts(store.load(), bridge) for store in stores]
+    return [store if bridge is None else RetokenizedRollouts(open_index(store.folder), bridge) for store in stores]
 
 
 def fit_input(drafter: Any, rollouts: Sequence[Rollout]) -> None:

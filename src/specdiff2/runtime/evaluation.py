@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdiff2.data.chat import ChatEncoder
+from specdiff2.data.multi_turn import num_turns
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
 from specdiff2.evaluation.agreement import first_divergence
+from specdiff2.evaluation.batched import BatchedBenchmark
 from specdiff2.evaluation.benchmark import Benchmark
 from specdiff2.evaluation.budgeted_settings import BudgetSection
 from specdiff2.evaluation.divergence import explain_divergences, token_gap
 from specdiff2.evaluation.histories import answer_turns
 from specdiff2.evaluation.records import RECORDS_FILE, read_records
-from specdiff2.evaluation.table import plain_table
+from specdiff2.evaluation.shards import homes, measured
+from specdiff2.evaluation.table import plain_table, split_notes
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
@@ -36,23 +40,32 @@ from specdiff2.runtime.named_drafters import (
     training_run,
 )
 from specdiff2.runtime.provenance import record_runtime
+from specdiff2.runtime.rank_files import Share
 from specdiff2.runtime.rebuild_report import rebuild, write_training_runs
 from specdiff2.runtime.seen_prompts import unseen_prompts
 from specdiff2.runtime.show import show_prompt, use_color
 from specdiff2.runtime.speed_law import run_speed_law
+from specdiff2.runtime.split import merging, part_of, share_of, telling
 from specdiff2.types import ConfigError, Generation
 
 log = logging.getLogger(__name__)
 
 
 def evaluate(config: Mapping[str, Any], folder: Path) -> None:
-    """Decode and report into ``folder``.
+    """Decode and report into ``folder``; one of several processes decodes there, and the report is that of the run.
 
     Raises:
+        SpecDiffError: another process of a split evaluation has died, failed or is silent.
         ConfigError: a drafter folder is missing or drafts fewer positions than asked for (both found before any
             model loads), no drafter is shipped for the verifier, or a prompt does not fit.
         MismatchError: a drafter was trained for another verifier or tokenizer.
     """
+    share = share_of(config)
+    with telling(share, config):
+        _evaluate(config, folder, share)
+
+
+def _evaluate(config: Mapping[str, Any], folder: Path, share: Share | None) -> None:
     if config["task"] == "speed_law":
         run_speed_law(config, folder)
         return
@@ -63,6 +76,7 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
         raise ConfigError(f"prompt={config['prompt']!r}: expected some text")
     if config["prompt"] is not None and config["task"] != "decode":
         raise ConfigError(f"prompt with task={config['task']}: one prompt is decoded and shown; use task=decode")
+    check_batches(config)
     BudgetSection(**config["budget"])  # its own checks
     sources = None if config["prompt"] is not None else named_sources(config["benchmark"])
     check_compilation(config)
@@ -84,12 +98,41 @@ def evaluate(config: Mapping[str, Any], folder: Path) -> None:
     if config["task"] == "budgeted":
         evaluate_budgeted(config, verifier, decoders, sources, folder)
         return
-    records = read_records(run_benchmarks(config, verifier, sources, decoders, folder))
+    num_prompts = run_benchmarks(config, verifier, sources, decoders, folder, share)
+    with contextlib.nullcontext(folder) if share is None else merging(share, config, folder, num_prompts) as run:
+        if run is not None:
+            report_on(run, config, verifier, samplers)
+
+
+def check_batches(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError where ``batch_sizes`` meets what knows one prompt at a time."""
+    if config["batch_sizes"] is None:
+        return
+    one_by_one = {
+        "runtime.compile=true": config["runtime"]["compile"],
+        f"task={config['task']}": config["task"] != "decode",
+        "prompt": config["prompt"] is not None,
+    }
+    for key, given in one_by_one.items():
+        if given:
+            raise ConfigError(f"{key} with batch_sizes={config['batch_sizes']}: it decodes one prompt at a time; "
+                              "leave one of the two out")  # fmt: skip
+
+
+def report_on(
+    folder: Path,
+    config: Mapping[str, Any],
+    verifier: HFVerifier,
+    samplers: Mapping[str, SamplerSettings | HFSettings],
+) -> None:
+    """Summary, printed table and report of the records in ``folder``."""
+    records = read_records(folder / RECORDS_FILE)
     if config["baseline"] and verifier.sampling.temperature == 0:
         explain_divergences(verifier, records, folder)  # bf16 near-ties: how near, and how many
     write_training_runs(folder, training_runs(samplers.values()))
     report = rebuild([folder])
-    print(f"\n{plain_table(read_summary(folder)['rows'])}\n\nreport: {report}")
+    summary = read_summary(folder)
+    print("\n" + "\n\n".join([plain_table(summary["rows"]), *split_notes(summary), f"report: {report}"]))
     if config["wandb"] is not None:
         from specdiff2.runtime.wandb_report import upload  # wandb takes seconds to import
 
@@ -154,32 +197,52 @@ def build_decoders(
     return decoders
 
 
+def benchmark_maker(batch_sizes: Sequence[int] | None) -> Callable[..., Benchmark]:
+    """What decodes one prompt at a time, or so many at once."""
+    return Benchmark if batch_sizes is None else functools.partial(BatchedBenchmark, batch_sizes=batch_sizes)
+
+
 def run_benchmarks(
     config: Mapping[str, Any],
     verifier: HFVerifier,
     sources: Mapping[str, Any],
     decoders: Mapping[str, Decoder],
     folder: Path,
-) -> Path:
-    """Records of every benchmark in ``folder/records.jsonl``; several are measured in folders of their own first."""
+    share: Share | None = None,
+) -> dict[str, int]:
+    """Records of every benchmark, or of this process's share of it, in ``folder`` (several: in folders below first).
+
+    Returns the prompts of each whole benchmark by its place below the folder.
+    """
     encoder = ChatEncoder.of(verifier)
-    paths = []
+    paths, num_prompts = list[Path](), dict[str, int]()
     limits = {key: config[key] for key in ("max_new_tokens", "seed", "stop_ids")} | {"stop_strings": config["stop"]}
+    make = benchmark_maker(config["batch_sizes"])
     for name, prompts in sources.items():
-        home = folder if len(sources) == 1 else folder / "benchmarks" / name
-        benchmark = Benchmark(
-            answer_turns(prompts, encoder, AutoregressiveDecoder(verifier), home, **limits),
+        place = "." if len(sources) == 1 else f"benchmarks/{name}"
+        part, home, others = None, folder / place, list[Path]()
+        if share is not None:
+            prompts, part = part_of(share, prompts, name)
+            others = [one for one in homes(Path(config["paths"]["run"]), place) if one != home]
+        num_prompts[place] = sum(map(num_turns, prompts)) if part is None else part.whole["num_prompts"]
+        if not prompts:  # more processes than prompts
+            continue
+        benchmark = make(
+            answer_turns(prompts, encoder, AutoregressiveDecoder(verifier), home, elsewhere=others, **limits),
             encoder,
             decoders,
             benchmark_name=name,
             num_warmup=config["num_warmup"],
+            progress=share is None or share.speaks,
+            part=part,
             **limits,
         )
         warm_passes(verifier, decoders, benchmark.longest_prompt, config["max_new_tokens"])
-        paths.append(benchmark.run(home))
-    if len(sources) > 1:
+        known = measured(others, benchmark.fingerprint(), benchmark.prompt_tokens)
+        paths.append(benchmark.run(home, elsewhere={(record.method, record.prompt_id) for record in known}))
+    if len(sources) > 1 and share is None:
         (folder / RECORDS_FILE).write_bytes(b"".join(path.read_bytes() for path in paths))
-    return folder / RECORDS_FILE
+    return num_prompts
 
 
 def show(config: Mapping[str, Any], verifier: HFVerifier, decoders: dict[str, Decoder]) -> None:

@@ -203,16 +203,25 @@ def make_schedule(
     warmup: Objective | None = None,
     warmup_steps: int | None = None,
     warmup_share: float = 0.0,
+    steps: int | None = None,
 ) -> ObjectiveSchedule:
-    """``warmup`` for ``warmup_steps`` optimizer steps (default: ``warmup_share`` of ``max_steps``), then ``main``.
+    """``warmup`` for ``warmup_steps`` optimizer steps (default: ``warmup_share`` of ``max_steps``), then ``main``: for
+    ``steps`` of them where that is given (``max_steps`` follows from it, see ``training_steps``).
 
     Raises:
-        ConfigError: the warm-up leaves nothing for ``main``.
+        ConfigError: the warm-up leaves nothing for ``main``, or something other than ``steps``.
     """
+    if steps is not None and warmup_steps is None:
+        warmup_steps = max(0, max_steps - steps) if warmup is not None else 0
     if warmup_steps is None:
         if not 0.0 <= warmup_share < 1.0:
             raise ConfigError(f"objective.warmup_share={warmup_share!r}: expected 0 <= share < 1")
         warmup_steps = round(warmup_share * max_steps)
+    if steps is not None and warmup_steps + steps != max_steps:
+        raise ConfigError(
+            f"objective.steps={steps} after {warmup_steps} steps of warm-up, but max_steps={max_steps}: leave "
+            "max_steps out, it follows from objective.steps"
+        )
     if not 0 <= warmup_steps < max_steps:
         raise ConfigError(
             f"objective.warmup_steps={warmup_steps!r}: expected 0 .. {max_steps - 1}, less than max_steps={max_steps}"
@@ -220,6 +229,16 @@ def make_schedule(
     if warmup is None or warmup_steps == 0:
         return ObjectiveSchedule.single(main)
     return ObjectiveSchedule([Stage(warmup, warmup_steps), Stage(main)])
+
+
+def training_steps(objective: Mapping[str, Any], default: int) -> int:
+    """``max_steps`` where section ``objective`` names the ``steps`` after its warm-up; else ``default``."""
+    steps, warmup_steps = objective.get("steps"), objective.get("warmup_steps")
+    if steps is None:
+        return default
+    if objective.get("warmup") is None:
+        return steps
+    return round(steps / (1 - objective["warmup_share"])) if warmup_steps is None else warmup_steps + steps
 
 
 def gsm_symbolic_suite(

@@ -22,3 +22,5 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", message=message.replace("(", r"\("))
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # it kills this process without another word where a process that it has started dies before training begins
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)

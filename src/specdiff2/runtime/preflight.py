@@ -28,6 +28,7 @@ from specdiff2.runtime.preflight_advice import (
     training_remedies,
     verifier_remedies,
 )
+from specdiff2.runtime.preflight_cluster import cluster_section
 from specdiff2.runtime.preflight_memory import decoding_phase, rollout_phase, training_phase
 from specdiff2.runtime.preflight_sections import (
     alone_section,
@@ -49,11 +50,16 @@ from specdiff2.runtime.preflight_settings import (
     rollout_length,
 )
 from specdiff2.runtime.preflight_speed import Method
+from specdiff2.runtime.preflight_strategy import num_devices
 from specdiff2.runtime.preflight_table import render
 from specdiff2.runtime.provenance import write_json
 from specdiff2.types import ConfigError
 
 PLAN_FILE = "preflight.json"
+POSITIVE = (
+    "memory_gib", "bandwidth_gb_s", "bf16_tflops", "fp32_tflops", "bandwidth_share", "flops_share",
+    "interconnect_gb_s", "network_gb_s", "communication_share",
+)  # fmt: skip
 Config = Mapping[str, Any]
 
 
@@ -71,11 +77,11 @@ def preflight(config: Config, script: str) -> None:
 
 def make_plan(config: Config, script: str) -> dict[str, Any]:
     """The plan as plain values; raises as ``preflight``."""
-    hardware = read_hardware(config["hardware"])
-    room = Room.of(hardware)
+    hardware = read_hardware(config["hardware"], (config.get("trainer") or {}).get("devices", 1))
     verifier = read_verifier(config, hardware)
     drafter = read_drafter(config, verifier.shape, hardware)
     training = read_training(config, drafter, hardware) if script == "train" else None
+    room = Room.of(hardware, training.num_nodes if training else 1)
     prompt, new = planned_lengths(config, script)
     methods = [Method("one draft", drafter.gamma, drafter.gamma + 1)]
     if script == "eval":
@@ -100,19 +106,24 @@ def make_plan(config: Config, script: str) -> dict[str, Any]:
         "phases": [phase_section(phase_of(verifier), room) for phase_of, _ in phases],
         "verifier_alone": alone_section(config, hardware, verifier, prompt + new // 2),
         "decoding": [section for section, _ in decoding],
+        "cluster": cluster_section(hardware, verifier, drafter, training) if training else None,
         "hours": hours_section(config, hardware, verifier, drafter, training, (prompt, new)) if training else {},
         "warnings": warnings,
     }
 
 
-def read_hardware(section: Config) -> HardwareSection:
-    """Section ``hardware``, completed on this machine where it leaves something open.
+def read_hardware(section: Config, asked_devices: Any = 1) -> HardwareSection:
+    """Section ``hardware``, completed on this machine where it leaves something open; another machine that is named
+    without ``num_devices`` has as many as are asked for (``trainer.devices``).
 
     Raises:
         ConfigError: a peak or share that is not positive, or less memory than is kept free.
     """
-    hardware = complete(HardwareSection(**section))
-    for name in ("memory_gib", "bandwidth_gb_s", "bf16_tflops", "fp32_tflops", "bandwidth_share", "flops_share"):
+    asked = HardwareSection(**section)
+    if asked.name is not None and asked.num_devices is None:
+        asked.num_devices = num_devices(asked_devices, asked)
+    hardware = complete(asked)
+    for name in POSITIVE:
         if not getattr(hardware, name) > 0.0:
             raise ConfigError(f"hardware.{name}={getattr(hardware, name)!r}: expected a number above 0")
     if hardware.memory_gib is not None and hardware.reserve_gib >= hardware.memory_gib:
@@ -156,7 +167,8 @@ def planned_phases(
         (f"data.rollouts.batch_size={size}", partial(rollout_phase, batch=size, prompt=lengths[0], new=lengths[1]))
         for size in (batch >> shift for shift in range(1, batch.bit_length()))
     ]
-    yield lambda verifier: rollout_phase(verifier, batch, *lengths), smaller
+    if config.get("load_verifier", "auto") is not False:  # else rollouts are only read
+        yield lambda verifier: rollout_phase(verifier, batch, *lengths), smaller
     yield lambda verifier: training_phase(verifier, drafter, training), ()
 
 
@@ -172,7 +184,9 @@ def phase_warnings(
     phase = phase_of(verifier)
     if room.fits(phase):
         return
-    remedies = [*size_remedies(verifier, smaller, room), *verifier_remedies(verifier, phase_of, room)]
-    if phase.name == "training" and training is not None:
-        remedies = [*training_remedies(verifier, drafter, training, room), *remedies]
+    trains = training if phase.name == "training" else None
+    spread = verifier_remedies(verifier, phase_of, room, trains.num_ranks if trains else 1)
+    remedies = [*size_remedies(verifier, smaller, room), *spread]
+    if trains is not None:
+        remedies = [*training_remedies(verifier, drafter, trains, room), *remedies]
     yield "; ".join([f"{does_not_fit(phase, room)}: does not fit", *(f"try {text}" for text in remedies)])

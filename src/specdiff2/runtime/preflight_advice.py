@@ -29,9 +29,9 @@ class Room:
     bytes_each: float
 
     @classmethod
-    def of(cls, hardware: HardwareSection) -> Room:
+    def of(cls, hardware: HardwareSection, num_nodes: int = 1) -> Room:
         assert hardware.num_devices is not None  # machine_probe.complete has filled it in
-        return cls(hardware.num_devices, usable_bytes(hardware))
+        return cls(hardware.num_devices * num_nodes, usable_bytes(hardware))
 
     def fits(self, phase: Phase) -> bool:
         return phase.total <= self.bytes_each and phase.num_devices <= self.num_devices
@@ -42,7 +42,7 @@ def does_not_fit(phase: Phase, room: Room) -> str:
     largest = sorted(phase.items.items(), key=lambda item: -item[1])[:3]
     told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     if phase.num_devices > room.num_devices:
-        return f"{phase.name}: needs {phase.num_devices} devices, hardware.num_devices={room.num_devices}"
+        return f"{phase.name}: needs {phase.num_devices} devices, here are {room.num_devices} (hardware.num_devices)"
     return f"{phase.name}: {phase.total / GIB:.1f} GiB on a device with {room.bytes_each / GIB:.1f} GiB free ({told})"
 
 
@@ -55,8 +55,8 @@ def size_remedies(verifier: VerifierSettings, smaller: Smaller, room: Room) -> I
             return
 
 
-def verifier_remedies(verifier: VerifierSettings, phase_of: PhaseOf, room: Room) -> Iterator[str]:
-    """Sharding over more devices and fewer bits, as far as they make the phase fit."""
+def verifier_remedies(verifier: VerifierSettings, phase_of: PhaseOf, room: Room, num_ranks: int = 1) -> Iterator[str]:
+    """Sharding over more devices, which several training ranks cannot share, and fewer bits, as far as they help."""
     heads = verifier.shape.num_kv_heads
     any_number, dividing = range(2, MAX_SHARDS + 1), [n for n in range(2, heads + 1) if heads % n == 0]
     choices: list[tuple[str, str, Sequence[int]]] = [
@@ -65,7 +65,7 @@ def verifier_remedies(verifier: VerifierSettings, phase_of: PhaseOf, room: Room)
         ("verifier.device_map=null verifier.tp_plan=auto (torchrun)", "tensors", dividing),
     ]
     fewest = MAX_SHARDS + 1
-    for text, split, counts in choices:
+    for text, split, counts in choices if num_ranks == 1 else []:
         for count in counts:
             phase = phase_of(verifier.spread(split, count, text.rpartition("=")[2], room.bytes_each))
             if phase.total <= room.bytes_each:
@@ -106,8 +106,10 @@ def _training_changes(
 ) -> Iterator[tuple[str, Change]]:
     """What may be changed, mildest first."""
     if training.only_for_probe:
+        spread = training.num_ranks > 1 and verifier.num_shards > 1
         yield (
-            "callbacks.decoding_probe=null (nothing else reads the verifier while training)",
+            f"callbacks.decoding_probe=null{' load_verifier=false' if spread else ''} (nothing else reads the verifier "
+            "while training)",
             lambda d, t: (d, replace(t, verifier_stays=False)),
         )
     if not drafter.gradient_checkpointing:
@@ -126,7 +128,7 @@ def _training_changes(
         )
     if room.num_devices > 1 and training.zero_stage < 3:
         yield (
-            f"trainer.strategy=deepspeed_stage_3 trainer.devices={room.num_devices}",
+            f"trainer=deepspeed_zero3 trainer.devices={room.num_devices // training.num_nodes}",
             lambda d, t: (d, replace(t, strategy="zero3", num_ranks=room.num_devices)),
         )
 
@@ -156,9 +158,10 @@ def placement_warnings(
 ) -> Iterator[str]:
     """Devices that stand idle or are asked for too often, and drafters that cannot share a spread verifier."""
     devices = hardware.num_devices or 1
-    if drafter.kind == "block" and (verifier.split != "none" or verifier.quantization):
+    if drafter.borrows and (verifier.split != "none" or verifier.quantization):
         yield (
-            "a block drafter borrows from the verifier and is refused beside a spread, split or quantised one: use a "
+            f"{'an EAGLE head' if drafter.kind == 'eagle' else 'a block drafter'} borrows from the verifier and is "
+            "refused beside a spread, split or quantised one: use a "
             "drafter with weights of its own (model=diffucoder, dream, llada, ...) or a verifier on one device"
         )
     used = max(verifier.num_shards, training.num_ranks if training else 1)
@@ -176,6 +179,7 @@ def placement_warnings(
         )
     if training is not None and training.num_ranks > 1 and verifier.num_shards > 1 and training.verifier_stays:
         yield (
-            f"{training.num_ranks} training ranks and a verifier spread over {verifier.num_shards} devices share the "
-            "same devices: sample the rollouts first (a run with trainer.devices=1), then train without the verifier"
+            f"{training.num_ranks} training ranks and a verifier spread over {verifier.num_shards} devices: every rank "
+            "would load all of it; sample the rollouts first (rollout.py), then train with data.folder=... "
+            "load_verifier=false callbacks.decoding_probe=null"
         )

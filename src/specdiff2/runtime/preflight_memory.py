@@ -4,7 +4,9 @@
 something still reads it); ``eval.py`` decodes with both. Knows no configuration file and prints nothing.
 
 Sources: model states as in ZeRO (arXiv 1910.02054, section 3: 2 + 2 + 12 bytes a parameter under 16-bit training,
-partitioned in stages); Lightning's own mixed precision keeps float32 weights instead and casts them on the fly.
+partitioned in stages; ``training.strategies`` has partitioned gradients in float32). Lightning's own mixed precision
+keeps float32 weights instead and casts them on the fly, and FSDP divides those. Buckets and live weights: defaults of
+Lightning's DeepSpeedStrategy and of deepspeed's zero/config.py.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from specdiff2.runtime.preflight_settings import (
     VerifierSettings,
     training_pass,
 )
+from specdiff2.runtime.preflight_strategy import BUCKET
 
 FLOAT32 = 4.0
 # float32 tensors of a loss chunk alive at once: logits, their log-softmax, its gradient; and where an objective reads
 # the verifier's law: that law, the drafter's probabilities and their product
 LOGIT_COPIES, LAW_COPIES = 3, 3
+LIVE = 1_000_000_000  # numbers of gathered weights that ZeRO-3 keeps at once
 BACKWARD_SHARE = 0.5  # gradients inside the layer that runs backward, in parts of what it kept (measured: 0.1 to 0.4)
 
 
@@ -81,40 +85,86 @@ def decoding_phase(
 
 
 def training_phase(verifier: VerifierSettings, drafter: DrafterSettings, training: TrainingSettings) -> Phase:
-    """One training step; every rank holds the same, and a verifier that stays as well, whole unless it is split."""
-    fullest = max(verifier.first_share, verifier.other_share)
+    """One training step; every rank holds the same. A verifier that stays lies on each rank, or, where it is spread,
+    once on the node for each of its ranks: every process has its own."""
+    copies = training.ranks_per_node if verifier.num_shards > 1 else 1
+    fullest = copies * max(verifier.first_share, verifier.other_share)
     items = {"verifier weights": verifier.weight_bytes * fullest} if training.verifier_stays else {}
     items |= model_states(drafter, training)
     items |= step_memory(drafter, training)
-    if drafter.attention == "verifier_kv":
-        width = 2 * drafter.shape.num_layers * drafter.shape.num_kv_heads * drafter.shape.head_dim
-        width += 3 * drafter.shape.hidden_size
+    if width := context_width(drafter):
         items["verifier context"] = training.batch_size * training.length * width * dtype_bytes(verifier.dtype)
     return Phase("training", training.num_ranks, items, items)
 
 
+def context_width(drafter: DrafterSettings) -> int:
+    """Numbers that the drafter reads of the verifier for each token of a rollout."""
+    shape = drafter.shape
+    if drafter.attention == "verifier_kv":
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim + 3 * shape.hidden_size
+    return shape.hidden_size if drafter.kind == "eagle" else 0
+
+
 def model_states(drafter: DrafterSettings, training: TrainingSettings) -> dict[str, float]:
-    """Weights, gradients and optimizer states (AdamW) of one rank."""
-    trained, ranks, stage = drafter.num_trained, training.num_ranks, training.zero_stage
-    frozen = drafter.shape.num_parameters if drafter.lora is not None else 0
+    """Weights, gradients, optimizer states (AdamW) and buffers of one rank's device."""
+    trained, frozen, stage = drafter.num_trained, num_frozen(drafter), training.zero_stage
     width = dtype_bytes(training.compute)
+    head = {"drafter head rows, at most": drafter.draft_vocab * drafter.shape.hidden_size * width}
     if stage:
-        sharded = ranks if stage == 3 else 1
+        weights, gradients, optimizer = sharded_states(drafter, training)
         return {
-            "drafter weights": (frozen + trained) * width / sharded,
-            "drafter head rows, at most": drafter.draft_vocab * drafter.shape.hidden_size * width,
-            "gradients": trained * width / (ranks if stage >= 2 else 1),
-            "optimizer": 3 * trained * FLOAT32 / ranks,  # float32 copy of the weights, two moments
+            "drafter weights": 0.0 if training.offload_weights else weights,
+            **head,
+            "gradients": 0.0 if training.offload_optimizer else gradients,
+            "optimizer": 0.0 if training.offload_optimizer else optimizer,
+            "gathered weights": gathered_numbers(drafter) * width if stage == 3 else 0.0,
+            # two buckets to reduce in, as exchanges overlap, and one to gather new weights into
+            "communication buffers": width
+            * (2 * min(training.reduce_bucket, trained) + (stage < 3) * min(BUCKET, trained)),
         }
     own = FLOAT32 if training.mixed else width
     how = training_pass(drafter, training)
     return {
         "drafter weights": frozen * dtype_bytes(how.weights) + trained * own,
-        "drafter head rows, at most": drafter.draft_vocab * drafter.shape.hidden_size * width,
+        **head,
         "autocast copies": cast_weight_bytes(drafter.shape, how),
         "gradients": trained * own * (2 if training.strategy == "ddp" else 1),  # DDP's buckets are a second copy
         "optimizer": 2 * trained * own,
     }
+
+
+def gathered_numbers(drafter: DrafterSettings) -> int:
+    """Weights that lie whole on each device at once: embedding and head all the time, of the layers those in use."""
+    outside = drafter.shape.num_embedding + drafter.shape.num_head
+    return outside + min(LIVE, num_frozen(drafter) + drafter.num_trained - outside)
+
+
+def num_frozen(drafter: DrafterSettings) -> int:
+    """Weights beside the adapters; none where all train."""
+    return drafter.shape.num_parameters if drafter.lora is not None else 0
+
+
+def sharded_states(drafter: DrafterSettings, training: TrainingSettings) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer states) that one rank keeps under ZeRO or FSDP, wherever they lie."""
+    trained, frozen, ranks, stage = drafter.num_trained, num_frozen(drafter), training.num_ranks, training.zero_stage
+    width, parts = dtype_bytes(training.compute), ranks if stage == 3 else 1
+    if training.strategy == "fsdp":  # trained weights stay in float32 and are cast where they are gathered
+        own = FLOAT32 if training.mixed else width
+        return (frozen * width + trained * own) / ranks, trained * own / ranks, 2 * trained * own / ranks
+    # from stage 2 on they are accumulated in float32 (training.strategies.DeepSpeed)
+    gradients = trained * FLOAT32 / ranks if stage >= 2 else trained * width
+    return (frozen + trained) * width / parts, gradients, 3 * trained * FLOAT32 / ranks  # float32 copy, two moments
+
+
+def host_bytes(drafter: DrafterSettings, training: TrainingSettings) -> float:
+    """What offloading puts into the main memory of one node: optimizer states with float32 gradients (16 bytes for a
+    trained weight: ZeRO-Offload, arXiv 2101.06840, with deepspeed's float32 partitions), and weights."""
+    if not training.zero_stage:
+        return 0.0
+    weights, _, optimizer = sharded_states(drafter, training)
+    gradients = drafter.num_trained * FLOAT32 / training.num_ranks
+    each = training.offload_optimizer * (optimizer + gradients) + training.offload_weights * weights
+    return training.ranks_per_node * each
 
 
 def step_memory(drafter: DrafterSettings, training: TrainingSettings) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 from specdiff2.evaluation.cost_model import RoundCost, pass_seconds, standard_streaks
 from specdiff2.runtime.config_schema import HardwareSection
 from specdiff2.runtime.preflight_advice import GIB, Room
+from specdiff2.runtime.preflight_cluster import step_of
 from specdiff2.runtime.preflight_memory import Phase
 from specdiff2.runtime.preflight_settings import DrafterSettings, TrainingSettings, VerifierSettings
 from specdiff2.runtime.preflight_speed import (
@@ -16,7 +17,6 @@ from specdiff2.runtime.preflight_speed import (
     rollout_seconds,
     round_cost,
     speed_of,
-    training_seconds,
     verifier_pass,
 )
 
@@ -138,7 +138,12 @@ def hours_section(
     training: TrainingSettings,
     lengths: tuple[int, int],
 ) -> dict[str, float | None]:
-    """Estimated hours of sampling rollouts (where the configuration tells the number of prompts) and of training."""
+    """Estimated hours of sampling rollouts (where the configuration tells the number of prompts; none where they are
+    only read) and of training, exchanges not hidden."""
+    step = step_of(drafter, training, hardware)
+    trained = {f"training {training.max_steps} steps": training.max_steps * step.bounds_s[1] / 3600}
+    if config.get("load_verifier", "auto") is False:
+        return dict(trained)
     data = config["data"]
     rollouts = data["rollouts"]
     counts = [count_prompts(data[f"{split}_prompts"]) for split in ("train", "val")]
@@ -148,8 +153,7 @@ def hours_section(
         speed = speed_of(hardware, verifier.dtype, peak=False)
         seconds = rollout_seconds(verifier, num, rollouts["batch_size"], *lengths, speed)
         hours = {f"sampling {num} rollouts": seconds / 3600}
-    speed = speed_of(hardware, training.compute, peak=False)
-    return {**hours, f"training {training.max_steps} steps": training_seconds(drafter, training, speed) / 3600}
+    return {**hours, **trained}
 
 
 def assumptions(prompt: int, new: int) -> list[str]:
@@ -158,6 +162,8 @@ def assumptions(prompt: int, new: int) -> list[str]:
         f"prompts of up to {prompt} tokens and {new} new ones",
         "bounds at the device's peaks, estimates at hardware.bandwidth_share and flops_share of them",
         "weights spread evenly over devices",
+        "exchanges over rings at hardware.communication_share of interconnect_gb_s and network_gb_s",
+        "updates of offloaded optimizer states on the CPU not counted",
     ]
 
 

@@ -11,14 +11,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdiff2.models.activation_memory import TrainingPass
-from specdiff2.models.model_shapes import ModelShape, block_drafter_shape, find_shape
+from specdiff2.models.model_shapes import ModelShape, block_drafter_shape, eagle_shape, find_shape
 from specdiff2.models.placement import AUTOMATIC
 from specdiff2.runtime.auto_settings import is_masked_lm
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.config_schema import HardwareSection
+from specdiff2.runtime.preflight_strategy import (
+    BUCKET,
+    auto_dtype,
+    num_devices,
+    read_offload,
+    read_precision,
+    read_strategy,
+)
 from specdiff2.types import ConfigError
 
 ASSUMED_PROMPT = 512  # tokens of a prompt where nothing bounds them
+EAGLE = "eagle_drafter.EagleDrafter"  # in the _target_ of section model
 TREE_SLOTS = 128  # of the verifier's cache beyond prompt and output (models.verifier_session)
 Config = Mapping[str, Any]
 
@@ -67,9 +76,9 @@ class DrafterSettings:
         shape: its layers; a block drafter's has no embedding and no head of its own.
         num_trained: parameters that train.
         draft_vocab: rows of the head that are used, at most.
-        kind: ``masked_lm`` or ``block``.
+        kind: ``masked_lm``, ``block`` or ``eagle``; the last two borrow the verifier's embedding and head.
         attention: ``bidirectional``, ``causal_prefix``, or ``verifier_kv`` (reads the verifier's cache).
-        num_slots: masked columns of a window.
+        num_slots: columns that a window adds to its prefix: masked ones, or the steps an EAGLE head unrolls.
         weights: dtype of the layers while training; frozen ones with ``lora``.
     """
 
@@ -89,18 +98,26 @@ class DrafterSettings:
     def has_own_cache(self) -> bool:
         return self.attention == "causal_prefix"
 
+    @property
+    def borrows(self) -> bool:
+        """Embedding and head are the verifier's, which therefore stays loaded."""
+        return self.kind != "masked_lm"
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """One optimizer step on one rank.
 
     Attributes:
-        strategy: ``one`` device, ``ddp``, or ``zero1`` .. ``zero3`` over ``num_ranks`` devices.
+        strategy: ``one`` device, ``ddp``, ``zero1`` .. ``zero3`` or ``fsdp`` over ``num_ranks`` devices.
         compute: dtype of matrix products.
         length: longest rollout, prompt included.
         verifier_stays: whether the verifier's weights stay on the device.
         only_for_probe: it stays for the decoding probe alone.
         reads_law: the objective reads the verifier's probabilities.
+        num_nodes: machines that the ranks are spread over evenly.
+        offload_optimizer, offload_weights: optimizer states (with gradients), weights lie in the host's memory.
+        reduce_bucket: numbers of gradients that DeepSpeed reduces at once.
     """
 
     strategy: str
@@ -116,10 +133,19 @@ class TrainingSettings:
     verifier_stays: bool
     only_for_probe: bool
     reads_law: bool
+    num_nodes: int = 1
+    offload_optimizer: bool = False
+    offload_weights: bool = False
+    reduce_bucket: int = BUCKET
 
     @property
     def zero_stage(self) -> int:
-        return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
+        """What is divided by the ranks: 1 optimizer states, 2 gradients too, 3 weights too, as FSDP does; 0 nothing."""
+        return 3 if self.strategy == "fsdp" else int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
 
 
 def read_verifier(config: Config, hardware: HardwareSection) -> VerifierSettings:
@@ -175,13 +201,6 @@ def read_quantization(value: Any) -> str | None:
     )
 
 
-def auto_dtype(name: str, hardware: HardwareSection) -> str:
-    """``auto``: bfloat16 where the planned device multiplies it faster than float32, as ``models.dtypes`` decides."""
-    if name != "auto":
-        return name
-    return "bfloat16" if (hardware.bf16_tflops or 0.0) > (hardware.fp32_tflops or 0.0) else "float32"
-
-
 def read_drafter(config: Config, verifier: ModelShape, hardware: HardwareSection) -> DrafterSettings:
     """Raises ConfigError or CorruptFileError: no such model, or adapters on layers that it has not."""
     node = config["model"]
@@ -189,12 +208,15 @@ def read_drafter(config: Config, verifier: ModelShape, hardware: HardwareSection
     if is_masked_lm(node):
         return _masked_lm(node, limit, hardware)
     vocab = min(limit or verifier.vocab_size, verifier.vocab_size)
-    shape, num_trained = block_drafter_shape(verifier, node, vocab)
+    is_eagle = EAGLE in str(node.get("_target_"))
+    shape, num_trained = (
+        eagle_shape(verifier, node["num_layers"]) if is_eagle else block_drafter_shape(verifier, node, vocab)
+    )
     conditioned = node.get("conditioning", "none") != "none"
     return DrafterSettings(
-        shape=shape, num_trained=num_trained, draft_vocab=vocab, kind="block",
+        shape=shape, num_trained=num_trained, draft_vocab=vocab, kind="eagle" if is_eagle else "block",
         attention="verifier_kv" if conditioned else node.get("attention", "causal_prefix"),
-        gamma=node["gamma"], num_slots=node["gamma"] - int(bool(node.get("shifted")) and not conditioned),
+        gamma=node["gamma"], num_slots=node["gamma"] - int((is_eagle or bool(node.get("shifted"))) and not conditioned),
         denoising_steps=node.get("denoising_steps", 1), weights="float32", lora=None,
         gradient_checkpointing=bool(node.get("gradient_checkpointing")),
     )  # fmt: skip
@@ -217,19 +239,25 @@ def _masked_lm(node: Config, limit: int | None, hardware: HardwareSection) -> Dr
 def read_training(config: Config, drafter: DrafterSettings, hardware: HardwareSection) -> TrainingSettings:
     """Raises ConfigError for a strategy or precision whose memory is not known here."""
     trainer, module = config["trainer"], config["data"]["module"]
-    compute, mixed = _read_precision(trainer.get("precision", "auto"), hardware)
-    num_ranks = num_devices(trainer.get("devices", 1), hardware) * int(trainer.get("num_nodes", 1))
+    compute, mixed = read_precision(trainer.get("precision", "auto"), hardware)
+    strategy, num_nodes = trainer.get("strategy", "auto"), int(trainer.get("num_nodes", 1))
+    num_ranks = num_devices(trainer.get("devices", 1), hardware) * num_nodes
+    offload_optimizer, offload_weights = read_offload(strategy)
     needs_law = bool(instantiate(config["objective"]).needs_verifier_probs)
-    reads_verifier = drafter.kind == "block" or needs_law or bool(config["data"]["online"])
+    reads_verifier = drafter.borrows or needs_law or bool(config["data"]["online"])
     probe = (config["callbacks"] or {}).get("decoding_probe") is not None
+    loaded = config.get("load_verifier", "auto")
     return TrainingSettings(
-        strategy=read_strategy(trainer.get("strategy", "auto"), num_ranks), num_ranks=num_ranks,
+        strategy=read_strategy(strategy, num_ranks), num_ranks=num_ranks,
         compute=compute, mixed=mixed, batch_size=module["batch_size"],
         windows_per_rollout=module["windows_per_rollout"], length=rollout_length(config),
         loss_chunk_windows=config["loss_chunk_windows"], accumulate=trainer.get("accumulate_grad_batches", 1),
         max_steps=config["max_steps"],
-        verifier_stays=reads_verifier or probe, only_for_probe=probe and not reads_verifier,
-        reads_law=needs_law,
+        verifier_stays=reads_verifier or probe if loaded == "auto" else bool(loaded),
+        only_for_probe=probe and not reads_verifier and loaded == "auto",
+        reads_law=needs_law, num_nodes=num_nodes,
+        offload_optimizer=offload_optimizer, offload_weights=offload_weights,
+        reduce_bucket=strategy.get("reduce_bucket_size", BUCKET) if isinstance(strategy, Mapping) else BUCKET,
     )  # fmt: skip
 
 
@@ -243,44 +271,3 @@ def rollout_length(config: Config) -> int:
     """Tokens of the longest rollout that trains, prompt included."""
     data = config["data"]
     return int(data["module"].get("max_length") or ASSUMED_PROMPT + data["rollouts"]["max_new_tokens"])
-
-
-def num_devices(value: Any, hardware: HardwareSection) -> int:
-    """Lightning's ``devices``: a number, a list of indices, or ``auto`` / -1 for all."""
-    if isinstance(value, list | tuple):
-        return len(value)
-    if value in ("auto", -1, "-1"):
-        return int(hardware.num_devices or 1)
-    return int(value)
-
-
-def read_strategy(value: Any, num_ranks: int) -> str:
-    """``one``, ``ddp``, ``zero1``, ``zero2`` or ``zero3`` from Lightning's ``strategy``.
-
-    Raises:
-        ConfigError: another kind.
-    """
-    if isinstance(value, Mapping) and "deepspeed" in str(value.get("_target_", "")).lower():
-        return f"zero{value.get('stage', 2)}" if value.get("stage", 2) else "ddp"
-    name = str(value)
-    if name.startswith("deepspeed"):
-        stage = next((digit for digit in "123" if f"stage_{digit}" in name), "2")
-        return f"zero{stage}"
-    if name.startswith("fsdp"):
-        return "zero3"  # shards parameters, gradients and optimizer states alike
-    if name == "auto" or name.startswith("ddp") or "single" in name.lower():
-        return "ddp" if num_ranks > 1 else "one"
-    raise ConfigError(f"trainer.strategy={value!r}: preflight knows auto, ddp, fsdp and deepspeed_stage_1, 2 and 3")
-
-
-def _read_precision(value: Any, hardware: HardwareSection) -> tuple[str, bool]:
-    """(dtype of products, whether weights are wider than that)."""
-    if value == "auto":
-        value = "bf16-mixed" if auto_dtype("auto", hardware) == "bfloat16" else "32-true"
-    known = {
-        "bf16-mixed": ("bfloat16", True), "16-mixed": ("float16", True), "bf16-true": ("bfloat16", False),
-        "16-true": ("float16", False), "32-true": ("float32", False), "64-true": ("float64", False),
-    }  # fmt: skip
-    if str(value) not in known:
-        raise ConfigError(f"trainer.precision={value!r}: preflight knows {', '.join(known)}")
-    return known[str(value)]

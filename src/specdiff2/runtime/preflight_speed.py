@@ -76,8 +76,10 @@ def round_cost(
     speed: Speed, other_s: float,
 ) -> RoundCost:  # fmt: skip
     """Seconds of one round of ``method`` with ``streak`` accepted tokens."""
-    draft = draft_pass(drafter, verifier, method.gamma, context, streak)
-    steps = min(drafter.denoising_steps, method.gamma)
+    steps, positions = min(drafter.denoising_steps, method.gamma), method.gamma
+    if drafter.kind == "eagle":  # a pass for every level of its tree
+        steps, positions = method.gamma, -(-(method.num_nodes - 1) // method.gamma)
+    draft = draft_pass(drafter, verifier, positions, context, streak)
     return RoundCost(
         baseline_s=pass_seconds(verifier_pass(verifier, 1, context), speed),
         draft_s=method.num_passes * steps * pass_seconds(draft, speed),
@@ -110,8 +112,8 @@ def rollout_seconds(
     return num_batches * (prefill + new * step)
 
 
-def training_seconds(drafter: DrafterSettings, training: TrainingSettings, speed: Speed) -> float:
-    """All optimizer steps: forward, backward for inputs, backward for what trains, and recomputation."""
+def step_seconds(drafter: DrafterSettings, training: TrainingSettings, speed: Speed) -> float:
+    """Computing one optimizer step: forward, backward for inputs, backward for what trains, and recomputation."""
     rows, columns, keys = packed_size(drafter, training)
     shape = drafter.shape
     forward = shape.layer_flops(keys)
@@ -121,4 +123,4 @@ def training_seconds(drafter: DrafterSettings, training: TrainingSettings, speed
     windows = training.batch_size * training.windows_per_rollout
     flops = rows * columns * passes + windows * drafter.gamma * head
     launches = 4 * shape.num_layers * speed.layer_overhead_s
-    return training.max_steps * training.accumulate * max(flops / speed.flops, launches)
+    return training.accumulate * max(flops / speed.flops, launches)

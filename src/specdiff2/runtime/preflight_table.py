@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Plan = Mapping[str, Any]
@@ -21,6 +21,8 @@ def render(plan: Plan) -> str:
     ]
     for phase in plan["phases"]:
         lines += ["", *_phase_lines(phase)]
+    if plan["cluster"]:
+        lines += ["", *_cluster_lines(plan["cluster"])]
     for method in plan["decoding"]:
         lines += ["", *_method_lines(method, plan["verifier_alone"])]
     if plan["hours"]:
@@ -67,6 +69,39 @@ def _method_lines(method: Plan, alone: Plan) -> list[str]:
             f"{row['tokens_per_s_bound']:18.1f}"
         )
     return lines
+
+
+def _cluster_lines(cluster: Plan) -> list[str]:
+    nodes, each = cluster["num_nodes"], cluster["ranks_per_node"]
+    lines = [f"{cluster['strategy']} on {nodes} node(s) of {each} device(s); every device sends in a step:"]
+    lines += [
+        f"  {name:<32} {moved['gb']:9.3f} GB {moved['seconds']:8.3f} s" for name, moved in cluster["exchanges"].items()
+    ]
+    lines += [
+        f"  verifier {cluster['verifier']}",
+        f"  nodes  GPUs  GiB each  fits  host GiB  computing s  exchanging s  step s, hidden to not  windows a step  "
+        f"hours of {cluster['max_steps']} steps  GPU-hours",
+    ]
+    for row in cluster["nodes"]:
+        lines.append(
+            f"  {row['num_nodes']:5d} {row['num_gpus']:5d} {row['gib_each']:9.2f}  {'yes' if row['fits'] else ' NO'} "
+            f"{row['host_gib_per_node']:9.1f} {row['compute_s']:12.3f} {row['exchange_s']:13.3f} "
+            f"{_span(row['step_s'], 3):>21} {row['windows_per_step']:15d} {_span(row['hours'], 1):>20} "
+            f"{_span(row['gpu_hours'], 0):>12}"
+        )
+    paper, tokens = cluster["paper"], cluster["rollout_tokens"]
+    lines.append(
+        f"  the paper says at most {paper['gpu_hours']:.0f} GPU-hours for {paper['steps']} steps, "
+        f"{paper['gpu_seconds_per_step']:.2f} GPU-seconds a step; {paper['steps']} steps as planned: "
+        f"{_span(paper['our_gpu_hours'], 0)} GPU-hours, {_span(paper['our_gpu_seconds_per_step'], 2)} GPU-seconds; "
+        f"a step of the paper's cost holds {_span(paper['windows_at_that_cost'], 0)} windows of this plan "
+        f"(rollouts of up to {tokens} tokens, their sampling apart; the windows in one of its steps are not known here)"
+    )
+    return lines
+
+
+def _span(bounds: Sequence[float], digits: int) -> str:
+    return " - ".join(f"{value:.{digits}f}" for value in bounds)
 
 
 def _number(value: float | None) -> str:

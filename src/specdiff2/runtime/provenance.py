@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import socket
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -38,17 +39,13 @@ def write_run_json(folder: Path, config: dict[str, Any], *, threads: int) -> dic
     """
     details = machine()
     commit, dirty = git_state(Path(__file__).resolve().parent)
-    verifier = config.get("verifier", {})
-    device = pick_device(verifier.get("device", "auto"))
     record = {
         "command": command_line(),
         "commit": commit,
         "dirty": dirty,
-        "machine": describe_machine(details),
+        "host": socket.gethostname(),
         "machine_details": details,
-        "dtype": str(pick_dtype(verifier.get("dtype", "auto"), device)).removeprefix("torch."),
-        "device": str(device),
-        "threads": threads,
+        **hardware(config, threads=threads),
         "runtime": runtime_name("compiled" if config.get("runtime", {}).get("compile") else "eager"),
         "seed": config.get("seed"),
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -58,6 +55,22 @@ def write_run_json(folder: Path, config: dict[str, Any], *, threads: int) -> dic
     }
     write_json(folder / "run.json", record)
     return record
+
+
+def hardware(config: dict[str, Any], *, threads: int) -> dict[str, Any]:
+    """The machine and how it is used, in words: what seconds depend on.
+
+    Raises:
+        ConfigError: ``verifier.device`` or ``verifier.dtype`` is unknown or not there.
+    """
+    verifier = config.get("verifier", {})
+    device = pick_device(verifier.get("device", "auto"))
+    return {
+        "machine": describe_machine(machine()),
+        "dtype": str(pick_dtype(verifier.get("dtype", "auto"), device)).removeprefix("torch."),
+        "device": str(device),
+        "threads": threads,
+    }
 
 
 def runtime_name(mode: str) -> str:
@@ -132,7 +145,8 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """CPU, memory, matrix units and GPU of this machine."""
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    number = int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1)
+    gpu = torch.cuda.get_device_name(number) if torch.cuda.is_available() else None
     return {**describe_cpu(), "cores": os.cpu_count(), "memory_gib": _memory_gib(), "gpu": gpu,
             "device": "cuda" if gpu else "cpu", "system": f"{platform.system()} {platform.machine()}"}  # fmt: skip
 

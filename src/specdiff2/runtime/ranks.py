@@ -1,7 +1,8 @@
-"""The processes of one ``torchrun`` that share a verifier (``verifier.tp_plan``): rank 0 writes and speaks.
+"""Where each of several processes writes: those that split the prompts (``runtime.split``) into folders of their own.
 
-All ranks run the same program on the same numbers, since each pass of the verifier needs all of them. So nothing may
-differ between them that decides what is computed next: ranks other than 0 work on a private copy of the run folder
+The processes of one ``torchrun`` that share a verifier (``verifier.tp_plan``) do everything together: rank 0 writes and
+speaks. All ranks run the same program on the same numbers, since each pass of the verifier needs all of them. Nothing
+may differ between them that decides what is computed next: ranks other than 0 work on a private copy of the run folder
 (a continued run skips the same generations everywhere), and settings that depend on measured time are refused.
 """
 
@@ -18,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from specdiff2.runtime.grid import all_methods
+from specdiff2.runtime.split import open_shard, share_of
 from specdiff2.types import ConfigError
 
 
 def run_folder_of_rank(config: dict[str, Any]) -> Path:
-    """The run folder this process writes to, also put into ``config``; the configured one without ``tp_plan``.
+    """The folder this process writes to; ``paths.run`` stays what all processes of a split evaluation share.
 
     Raises:
-        ConfigError: a configuration that ranks cannot run in step.
+        ConfigError: a configuration that ranks cannot run in step, or that cannot be split.
     """
+    share = share_of(config)
+    if share is not None:
+        return open_shard(share, config)
     folder = Path(config["paths"]["run"])
     if config["verifier"].get("tp_plan") is None:
         return folder

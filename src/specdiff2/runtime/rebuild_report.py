@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdiff2.evaluation.budgeted_records import BUDGETED_FILE
-from specdiff2.evaluation.json_files import write_json
+from specdiff2.evaluation.json_files import write_json, write_text
 from specdiff2.evaluation.metrics import write_summary
 from specdiff2.evaluation.records import RECORDS_FILE
 from specdiff2.evaluation.report import write_report
+from specdiff2.evaluation.shards import SHARDS
+from specdiff2.evaluation.sweep_table import to_csv
 from specdiff2.runtime.budgeted import report_budgeted
 from specdiff2.runtime.grid_page import write_grid_page
 from specdiff2.runtime.tool import run_tool
 from specdiff2.types import ConfigError, CorruptFileError
 
+BATCHES_FILE = "batch_sizes.csv"
 TRAINING_RUNS_FILE = "training_runs.json"
 
 
@@ -36,7 +39,9 @@ def rebuild(folders: Sequence[Path]) -> Path:
         return report_budgeted(folders[0])
     for folder in folders:
         if (folder / RECORDS_FILE).is_file():
-            write_summary(folder)
+            rows = [row for row in write_summary(folder)["rows"] if row.get("batch_size")]
+            if rows:
+                write_text(folder / BATCHES_FILE, to_csv(rows))
             write_grid_page(folder)
     trained = [run for folder in folders for run in read_training_runs(folder)]
     return write_report(list({folder.resolve(): folder for folder in [*folders, *trained]}.values()))
@@ -72,8 +77,9 @@ def newest_run(outputs: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    # a suite measures each benchmark in a folder of its own below the run
-    found = [path for path in outputs.glob(f"eval/**/{RECORDS_FILE}") if path.parents[1].name != "benchmarks"]
+    # a suite measures each benchmark, and each of several processes its share, in a folder of its own below the run
+    inside = ("benchmarks", SHARDS)
+    found = [path for path in outputs.glob(f"eval/**/{RECORDS_FILE}") if path.parents[1].name not in inside]
     found.sort(key=lambda path: path.stat().st_mtime)
     if not found:
         raise ConfigError(f"no evaluation below {outputs}: run `python eval.py` first, or name its folder")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import io
+import json
 import logging
 import pickle
 from collections.abc import Mapping
@@ -17,12 +19,16 @@ from typing import Any
 
 import torch
 
+from specdiff2.data.rollout_files import write_atomic
 from specdiff2.objectives import ObjectiveSchedule
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError
 
 log = logging.getLogger(__name__)
 # of section `model`, recorded in checkpoints
 SETTINGS = ("gamma", "shifted", "attention", "denoising_steps", "conditioning", "markov_rank")
+# sections and keys of train.yaml that decide what a run computes; not how many processes do so, or what is watched
+DECISIVE = ("verifier", "model", "data", "objective", "optimizer", "scheduler", "max_steps", "start_from",
+            "prefix_loss_weight", "seed")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,31 @@ def find_checkpoint(resume: bool | str, outputs: Path) -> str | None:
     raise ConfigError(
         f"resume={resume!r}: no such checkpoint; expected a .ckpt file or a run folder with checkpoints/last.ckpt"
     )
+
+
+def settings_digest(config: Mapping[str, Any]) -> str:
+    """The same for configurations that compute the same run."""
+    settings = {key: config[key] for key in DECISIVE}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def own_checkpoint(folder: Path, digest: str) -> Checkpoint | None:
+    """The newest readable checkpoint in this very run folder, of a run of the same settings: a requeued job, or one
+    that was killed and is started again with its ``run_id``, goes on by itself. All ranks find the same."""
+    saved = sorted((folder / "checkpoints").glob("step-*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (folder / "checkpoints" / "last.ckpt", *saved):
+        if not path.is_file():
+            continue
+        try:
+            checkpoint = read_checkpoint(path)
+        except CorruptFileError as error:
+            log.warning("%s", error)
+            continue
+        if checkpoint.record.get("settings") == digest:
+            return checkpoint
+        log.warning("%s is of other settings: this run starts anew", path)
+        return None
+    return None
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -123,11 +154,12 @@ def _check_stage(checkpoint: Checkpoint, schedule: ObjectiveSchedule) -> None:
 
 
 def continue_curves(checkpoint: Checkpoint, folder: Path) -> None:
-    """Begin ``metrics.csv`` of a new run folder with the rows up to the checkpoint, so that reports show it all."""
-    target = folder / "metrics.csv"
-    if checkpoint.run is None or target.exists():
+    """``metrics.csv`` of a run folder begins with the rows up to the checkpoint, so that reports show it all; rows that
+    a killed run wrote after it are repeated, and so cut off."""
+    target, source = folder / "metrics.csv", checkpoint.run
+    if source is None or (target.exists() and source != folder.resolve()):
         return
-    with (checkpoint.run / "metrics.csv").open(encoding="utf-8", newline="") as file:
+    with (source / "metrics.csv").open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         columns = list(reader.fieldnames or ())
         rows = [row for row in reader if _is_before(row, checkpoint.step)]
@@ -135,7 +167,7 @@ def continue_curves(checkpoint: Checkpoint, folder: Path) -> None:
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
-    target.write_text(text.getvalue(), encoding="utf-8", newline="")
+    write_atomic(target, text.getvalue().encode("utf-8"))
 
 
 def _is_before(row: Mapping[str, str], step: int) -> bool:

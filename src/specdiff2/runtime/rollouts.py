@@ -12,7 +12,8 @@ from typing import Any
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.generate import rollout_fingerprint
 from specdiff2.data.rollout_files import ROLLOUTS_FILE, write_json_atomic
-from specdiff2.data.rollouts import RolloutStore
+from specdiff2.data.rollouts import MANIFEST_FILE, RolloutStore, read_manifest
+from specdiff2.data.served import SERVED
 from specdiff2.data.signatures import sign_prompts
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.models.vocab import tokenizer_fingerprint
@@ -65,7 +66,7 @@ def _settings(source: Mapping[str, Any]) -> dict[str, Any]:
 def ensure_rollouts(
     verifier: HFVerifier, loaded: LoadedPrompts, generate: Callable[..., Any], folder: Path, *, named: bool
 ) -> RolloutStore:
-    """A complete store of rollouts for every prompt.
+    """A complete store of rollouts for every prompt. Several processes may ask for the same one: they share the work.
 
     Args:
         generate: ``generate_rollouts`` with its settings bound (``functools.partial``).
@@ -74,10 +75,33 @@ def ensure_rollouts(
 
     Raises:
         MismatchError: ``folder`` was made with other settings.
-        ConfigError, CorruptFileError, StorageError: from sampling and the store.
+        ConfigError, CorruptFileError, StorageError: from sampling and the store; or a server sampled ``folder``, and it
+            is not complete.
     """
     encoder = ChatEncoder.of(verifier)
-    fingerprint = rollout_fingerprint(
+    fingerprint = store_fingerprint(verifier, loaded, generate)
+    if not named:
+        folder = folder.with_name(f"{folder.name}-{digest_of(fingerprint)}")
+    origin = read_manifest(folder).get("verifier", "") if (folder / MANIFEST_FILE).exists() else ""
+    if str(origin).startswith(SERVED) and origin != verifier.fingerprint:
+        log.warning("%s was sampled from %s: nobody can tell here whether that has the weights of %s", folder,
+                    origin.removeprefix(SERVED), verifier.name)  # fmt: skip
+        store = RolloutStore(folder, fingerprint | {"verifier": origin})
+        if not store.is_complete():
+            raise ConfigError(f"{folder}: not all of these rollouts of a server are there yet; run the same rollout.py "
+                              "command again to go on with it")  # fmt: skip
+        return store
+    store = RolloutStore(folder, fingerprint)
+    report = generate(verifier, encoder, loaded.prompts, store)
+    store.note_prompts(sign_prompts(loaded.prompts), loaded.sources)
+    log.info("rollouts in %s: %d reused, %d sampled", folder, report.num_reused, report.num_new)
+    return store
+
+
+def store_fingerprint(verifier: HFVerifier, loaded: LoadedPrompts, generate: Callable[..., Any]) -> dict[str, Any]:
+    """What the rollouts of these prompts depend on. Raises ConfigError: a sampling setting out of range."""
+    encoder = ChatEncoder.of(verifier)
+    return rollout_fingerprint(
         verifier=verifier.fingerprint,
         tokenizer=str(tokenizer_fingerprint(verifier.tokenizer)),
         chat_template=encoder.fingerprint,
@@ -86,11 +110,7 @@ def ensure_rollouts(
         bos=encoder.bos,
         **_settings(getattr(generate, "keywords", {})),
     )
-    if not named:
-        digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:8]
-        folder = folder.with_name(f"{folder.name}-{digest}")
-    store = RolloutStore(folder, fingerprint)
-    report = generate(verifier, encoder, loaded.prompts, store)
-    store.note_prompts(sign_prompts(loaded.prompts), loaded.sources)
-    log.info("rollouts in %s: %d reused, %d sampled", folder, report.num_reused, report.num_new)
-    return store
+
+
+def digest_of(fingerprint: Any) -> str:
+    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:8]

@@ -6,13 +6,13 @@ Reads files only, loads no model. What goes onto a card names no folder of the m
 from __future__ import annotations
 
 import csv
-import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdiff2.data.rollout_indexing import open_index
 from specdiff2.data.rollouts import RolloutStore, read_manifest
 from specdiff2.evaluation.json_files import read_json
 from specdiff2.evaluation.table import markdown_table
@@ -20,7 +20,7 @@ from specdiff2.models.card_facts import CurvePoint, DataFacts, RunFacts
 from specdiff2.objectives import ObjectiveSchedule
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.rollouts import SAMPLING_KEYS
-from specdiff2.types import ConfigError, CorruptFileError, Rollout
+from specdiff2.types import ConfigError, CorruptFileError
 
 _ABSOLUTE = re.compile(r"(?<![\w./:-])/[^'\",=\[\]{}]+")
 _ROW_KEYS = ("method", "benchmark", "temperature", "num_prompts", "tokens_per_s", "speedup", "speedup_ci",
@@ -154,17 +154,16 @@ def data_facts(folders: Sequence[Path]) -> list[DataFacts]:
     Raises:
         ConfigError, CorruptFileError: a store is missing or damaged.
     """
-    rollouts = [rollout for folder in folders for rollout in RolloutStore.open(folder).load()]
-
-    def source(rollout: Rollout) -> str:
-        # gsm8k_train/00049/T0/0 -> gsm8k_train; numbered ids are one source: seed_task_12/T0/0 -> seed_task
-        return re.sub(r"[_-]\d+$", "", rollout.rollout_id.split("/")[0])
-
-    facts = []
-    for name, group in itertools.groupby(sorted(rollouts, key=source), source):
-        part = list(group)
-        temperatures = tuple(sorted({rollout.temperature for rollout in part}))
-        facts.append(DataFacts(name, len(part), sum(len(r.completion_ids) for r in part), temperatures))
+    counts: dict[str, list[int]] = {}
+    temperatures: dict[str, set[float]] = {}
+    for folder in folders:
+        for rollout in open_index(RolloutStore.open(folder).folder):
+            # gsm8k_train/00049/T0/0 -> gsm8k_train; numbered ids are one source: seed_task_12/T0/0 -> seed_task
+            source = re.sub(r"[_-]\d+$", "", rollout.rollout_id.split("/")[0])
+            count = counts.setdefault(source, [0, 0])
+            count[0], count[1] = count[0] + 1, count[1] + len(rollout.completion_ids)
+            temperatures.setdefault(source, set()).add(rollout.temperature)
+    facts = [DataFacts(name, *count, tuple(sorted(temperatures[name]))) for name, count in sorted(counts.items())]
     return sorted(facts, key=lambda part: -part.num_rollouts)
 
 

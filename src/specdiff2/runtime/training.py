@@ -22,17 +22,30 @@ from specdiff2.models.drafter_files import check_belongs
 from specdiff2.models.shipped import drafter_folder, is_shipped
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.objectives import ObjectiveSchedule
+from specdiff2.runtime import trainer_settings
 from specdiff2.runtime.auto_settings import is_masked_lm
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.drafters import build_drafter, read_model, training_rollouts
 from specdiff2.runtime.factories import SamplerSettings
+from specdiff2.runtime.launched import is_first_rank, other_ranks
 from specdiff2.runtime.prompts import LoadedPrompts, check_disjoint, keep_apart, load_prompts
 from specdiff2.runtime.publish import export_drafter, exported_names, report
-from specdiff2.runtime.resume import Checkpoint, check_resume, continue_curves, find_checkpoint, read_checkpoint
+from specdiff2.runtime.resume import (
+    Checkpoint,
+    check_resume,
+    continue_curves,
+    find_checkpoint,
+    own_checkpoint,
+    read_checkpoint,
+    settings_digest,
+)
 from specdiff2.runtime.rollouts import check_sampling, ensure_rollouts, note_rollouts, teacher_sampling
 from specdiff2.runtime.storage import storage_problem
+from specdiff2.runtime.teacher import get_verifier
+from specdiff2.training.callbacks.preemption import Preempted
 from specdiff2.training.loggers import close, describe
 from specdiff2.training.module import DistillationModule
+from specdiff2.training.rank_watch import how_to_go_on
 from specdiff2.types import ConfigError, Rollout, StorageError
 
 log = logging.getLogger(__name__)
@@ -50,6 +63,8 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
     if is_shipped(config["start_from"]):
         shipped = drafter_folder(config["start_from"], config["verifier"].get("source"), config["model_name"])
         config = {**config, "start_from": shipped}
+    trainer_settings.check_trainer(config["trainer"])
+    trainer_settings.check_placement(config)
     model, start = read_model(config)
     prefix_loss_weight = resolve_prefix_loss(config["prefix_loss_weight"], model)
     schedule: ObjectiveSchedule = instantiate(config["objective"])
@@ -61,11 +76,12 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
     prompts = {split: load_prompts(instantiate(config["data"][f"{split}_prompts"])) for split in ("train", "val")}
     prompts["train"] = keep_apart(prompts["train"], config["data"])
     check_disjoint(prompts["train"].prompts, prompts["val"].prompts)
-    verifier: HFVerifier = instantiate(config["verifier"])
+    verifier, loaded = get_verifier(config, schedule)
     if start is not None:  # before anything is sampled from the wrong one
         check_belongs(start, verifier, Path(config["start_from"]))
     stores = build_rollouts(config["data"], verifier, prompts, Path(config["paths"]["rollouts"]))
-    note_rollouts(folder, stores)
+    if is_first_rank():
+        note_rollouts(folder, stores)
     drafter = build_drafter(config, verifier, stores[0], fit=checkpoint is None)
     online = bool(config["data"]["online"])
     check_tokens(drafter, schedule, online)
@@ -77,15 +93,18 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
         refresh_rollouts=data.refresh if online else None,
         refresh_every_n_steps=config["data"]["refresh_every_n_steps"] if online else 0,
         prefix_loss_weight=prefix_loss_weight, loss_chunk_windows=config["loss_chunk_windows"],
+        settings_digest=settings_digest(config),
     )  # fmt: skip
     callbacks = build_callbacks(config, verifier, prompts["val"].prompts, folder)
     trainer = build_trainer(config, callbacks, folder)
     describe(trainer.loggers, folder)
     if teacher is None and config["callbacks"].get("decoding_probe") is None and is_masked_lm(config["model"]):
-        verifier.release()  # nothing reads it any more, and it may be ten times the drafter's size
+        if loaded:
+            verifier.release()  # nothing reads it any more, and it may be ten times the drafter's size
     else:
         verifier.move_to(trainer.strategy.root_device)  # a block drafter borrows its embedding
-    fit(trainer, module, data, checkpoint, folder)
+    with other_ranks(folder):
+        fit(trainer, module, data, checkpoint, folder)
     if trainer.is_global_zero:
         report(config, folder, exported_names(callbacks))
 
@@ -113,12 +132,13 @@ def prepare_resume(
         ConfigError, CorruptFileError, MismatchError: there is none, it is damaged, or it is of other settings.
     """
     path = find_checkpoint(config["resume"], Path(config["paths"]["outputs"]))
-    if path is None:
+    checkpoint = own_checkpoint(folder, settings_digest(config)) if path is None else read_checkpoint(path)
+    if checkpoint is None:
         return None
-    checkpoint = read_checkpoint(path)
     check_resume(checkpoint, model, schedule, config["optimizer"].get("lr"))
     log.info("resuming from %s at step %d", checkpoint.path, checkpoint.step)
-    continue_curves(checkpoint, folder)
+    if is_first_rank():
+        continue_curves(checkpoint, folder)
     return checkpoint
 
 
@@ -133,19 +153,14 @@ def fit(trainer: Any, module: Any, data: Any, checkpoint: Checkpoint | None, fol
     try:
         with clear_disk_errors(folder):
             trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+    except Preempted:
+        raise  # with the exit code that gives the job back to its queue
     except (KeyboardInterrupt, SystemExit) as error:
         if trainer.is_global_zero:
             print(f"\ninterrupted at step {trainer.global_step}; {how_to_go_on(folder)}", file=sys.stderr)
         raise SystemExit(130) from error
     finally:
         close(trainer.loggers, folder)
-
-
-def how_to_go_on(folder: Path) -> str:
-    """The override that continues a run that has been cut short."""
-    if (folder / "checkpoints" / "last.ckpt").is_file():
-        return f"go on with the same command and resume={folder}"
-    return "no checkpoint was written yet: run the same command again (rollouts on disk are reused)"
 
 
 def build_optimization(config: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -165,11 +180,11 @@ def build_optimization(config: Mapping[str, Any]) -> tuple[Callable[..., Any], C
 
 def build_trainer(config: Mapping[str, Any], callbacks: list[Any], folder: Path) -> Any:
     """Lightning's Trainer with the configured loggers (several may run at once)."""
-    return instantiate(
-        config["trainer"],
-        callbacks=callbacks,
-        logger=[instantiate(node) for node in config["logger"].values() if node is not None],
-        default_root_dir=str(folder),
+    if config["tf32"] and torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+    nodes = [node for node in config["logger"].values() if node is not None] if is_first_rank() else []
+    return trainer_settings.build(
+        config["trainer"], folder, callbacks=callbacks, logger=[instantiate(node) for node in nodes]
     )
 
 
@@ -208,7 +223,7 @@ def build_data(
     verifier: HFVerifier,
     gamma: int,
     schedule: ObjectiveSchedule,
-    rollouts: Sequence[RolloutStore | list[Rollout]],
+    rollouts: Sequence[RolloutStore | Sequence[Rollout]],
     prompts: Sequence[Prompt],
 ) -> Any:
     """The data module; windows reveal tokens only where an objective of the schedule wants that."""

@@ -64,6 +64,12 @@ def signature_of(drafter: Any) -> dict[str, Any]:
     return {"gamma": int(drafter.gamma), "draft_vocab_size": len(ids), "draft_vocab_sha256": digest} | details
 
 
+def describe_drafter(drafter: Any) -> dict[str, Any] | None:
+    """What the drafter is, as its own format has it; with the trained tensors that is all of it. None without one."""
+    config = getattr(drafter, "config", None)
+    return {"kind": type(config).__name__, "config": config.to_dict()} if hasattr(config, "to_dict") else None
+
+
 def verify_signature(drafter: Any, recorded: dict[str, Any]) -> None:
     """Compare the drafter with what a checkpoint recorded.
 

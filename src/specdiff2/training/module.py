@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from specdiff2.data.seeding import stable_seed
 from specdiff2.objectives import ObjectiveSchedule, part_names
 from specdiff2.protocols import Objective, StatesDrafter
-from specdiff2.training.checkpointing import TrainableOnlyState, signature_of, verify_signature
+from specdiff2.training.checkpointing import TrainableOnlyState, describe_drafter, signature_of, verify_signature
 from specdiff2.training.chunked import VerifierProbs, chunked_cross_entropy, chunked_objective, cross_entropy_sum
 from specdiff2.training.optim import OptimizerFactory, SchedulerFactory, parameter_groups
-from specdiff2.training.window_mean import WindowTotals, divide_gradients
+from specdiff2.training.strategies import DeepSpeed
+from specdiff2.training.window_mean import WindowTotals, divide_gradients, one_window
 from specdiff2.types import ConfigError, ObjectiveOutput, SamplingParams, SpecDiffError, WindowBatch
 
 
@@ -63,6 +64,7 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
             shifted drafter computes those rows anyway, and each is one more example of a window's first position.
         loss_chunk_windows: windows whose logits exist at once (``training.chunked``), for drafters that offer their
             states; fewer need less memory, many are a little faster.
+        settings_digest: kept in checkpoints; a run in the same folder with the same one goes on with them.
 
     Raises:
         ConfigError: the schedule needs verifier probabilities and there is no verifier, a bad refresh interval, a
@@ -82,6 +84,7 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         refresh_every_n_steps: int = 0,
         prefix_loss_weight: float = 0.0,
         loss_chunk_windows: int = 64,
+        settings_digest: str | None = None,
     ) -> None:
         super().__init__()
         if not prefix_loss_weight >= 0.0:
@@ -94,11 +97,9 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
             raise ConfigError(f"loss_chunk_windows={loss_chunk_windows!r}: expected an integer >= 1")
         self.drafter: Any = drafter
         object.__setattr__(self, "_verifier", verifier)  # never registered: see the module docstring
-        self.schedule = schedule
-        self.totals = WindowTotals()
-        self.num_windows_seen = 0
-        self.prefix_loss_weight = prefix_loss_weight
-        self.loss_chunk_windows = loss_chunk_windows
+        self.schedule, self.prefix_loss_weight = schedule, prefix_loss_weight
+        self.totals, self.num_windows_seen = WindowTotals(), 0
+        self.loss_chunk_windows, self.settings_digest = loss_chunk_windows, settings_digest
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._verifier_sampling = verifier_sampling or SamplingParams()
         self._refresh_rollouts, self._refresh_every_n_steps = refresh_rollouts, refresh_every_n_steps
@@ -111,10 +112,17 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         """The frozen teacher; not a submodule."""
         return self.__dict__["_verifier"]
 
+    @property
+    def _deepspeed(self) -> DeepSpeed | None:
+        """The strategy, where it owns gradients and accumulation."""
+        return self.trainer.strategy if isinstance(self.trainer.strategy, DeepSpeed) else None
+
     # -- set-up -------------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        optimizer = self._make_optimizer(parameter_groups(self.drafter.parameters()))
+        groups = parameter_groups(self.drafter.parameters())
+        self.trained_groups = [list(group["params"]) for group in groups]
+        optimizer = self._make_optimizer(groups)
         if self._make_scheduler is None:
             return optimizer
         scheduler = self._make_scheduler(optimizer)
@@ -155,11 +163,11 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         """Loss of one micro-batch, scaled so that Lightning's and DDP's own averaging cancel: a sum over windows."""
         if batch.num_windows == 0:
             self.totals.add_empty()
-            return self._zero_loss()
+            return self._zero_loss(batch)
         output = self.objective_output(batch, self.schedule.stage_at(self.global_step).objective)
         self.totals.add(output)
         loss = output.loss_sum * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
-        return loss + self._zero_loss() if self.trainer.world_size > 1 else loss
+        return loss if self._deepspeed is not None or self.trainer.world_size == 1 else loss + self._zero_loss(batch)
 
     def objective_output(self, batch: WindowBatch, objective: Objective) -> ObjectiveOutput:
         """Drafter forward and objective. Only ``mdm``-like objectives see revealed tokens."""
@@ -223,8 +231,14 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         with torch.autocast(self.device.type, enabled=False):
             return self.verifier.window_probs(batch, self.drafter.draft_vocab_ids, self._verifier_sampling)
 
-    def _zero_loss(self) -> Tensor:
-        """Exactly 0 with a zero gradient for every parameter, so that no DDP rank waits for a missing one."""
+    def _zero_loss(self, batch: WindowBatch) -> Tensor:
+        """Exactly 0 with a zero gradient for every parameter, so that no DDP rank waits for a missing one.
+
+        DeepSpeed's ranks must also call the same modules, and get gradients in the same order: one window, times 0.
+        """
+        if self._deepspeed is not None:
+            output = self.objective_output(one_window(batch), self.schedule.stage_at(self.global_step).objective)
+            return torch.nan_to_num(output.loss_sum) * 0.0
         trainable = (parameter for parameter in self.drafter.parameters() if parameter.requires_grad)
         return torch.stack([parameter.flatten()[0].float() * 0.0 for parameter in trainable]).sum()
 
@@ -232,6 +246,8 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after backward and before clipping: turn the sum over windows into the mean over all of them."""
+        if self._deepspeed is not None and not self._deepspeed.ends_group:
+            return  # it accumulates itself, and Lightning takes each micro-batch for a step
         elapsed_s = time.perf_counter() - self._group_started_s
         objective = self.schedule.stage_at(self.global_step).objective
         totals = self.totals.take(self.trainer.strategy, self.device, self._part_names(objective))
@@ -240,7 +256,7 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
                 f"train/loss={totals.loss_sum} at step {self.global_step}: expected a finite number; training "
                 "diverged: start a new run with a lower optimizer.lr (a resumed run keeps that of its checkpoint)"
             )
-        divide_gradients(optimizer, totals.num_windows)
+        divide_gradients(self.trainer.strategy, optimizer, totals.num_windows)
         self.num_windows_seen += totals.num_windows
         metrics = totals.metrics()
         if objective.masking != "full":
@@ -269,6 +285,8 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
             "schedule": self.schedule.describe(),
             "num_windows_seen": self.num_windows_seen,
             "refreshed_at": self._refreshed_at,
+            "settings": self.settings_digest,
+            "drafter": describe_drafter(self.drafter),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ the gradient is divided once, before clipping, by the number of windows of the w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from specdiff2.types import ObjectiveOutput
+from specdiff2.training.strategies import DeepSpeed
+from specdiff2.types import ObjectiveOutput, WindowBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,27 @@ class WindowTotals:
         return StepTotals(loss, round(windows), streak, round(streaks), round(empty), part_sums)
 
 
-def divide_gradients(optimizer: Optimizer, num_windows: int) -> None:
+def divide_gradients(strategy: Strategy, optimizer: Optimizer, num_windows: int) -> None:
     """Sum of window gradients -> mean. Without any window gradients become None: the optimizer then leaves
-    parameters, moments and weight decay alone."""
+    parameters, moments and weight decay alone. DeepSpeed does both itself."""
+    if isinstance(strategy, DeepSpeed):
+        return strategy.divide_step(num_windows)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if num_windows == 0:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.div_(num_windows)
+
+
+def one_window(batch: WindowBatch) -> WindowBatch:
+    """The rollouts of a batch that has no window, with one behind the first token of the first: something to compute
+    where every rank must compute."""
+    rows = torch.arange(1, batch.targets.shape[1] + 1, device=batch.input_ids.device)
+    exists = (rows < batch.lengths[0])[None]
+    targets = batch.input_ids[0, rows.clamp(max=batch.input_ids.shape[1] - 1)][None]
+    first = batch.lengths.new_zeros(1)
+    return dataclasses.replace(
+        batch, window_row=first, anchor=first, targets=torch.where(exists, targets, 0), valid=exists,
+        revealed=torch.zeros_like(exists),
+    )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from specdiff2.protocols import Decoder
 from specdiff2.rng import TorchRandomSource
 from specdiff2.training.callbacks.metric_log import StepTrigger, log_now
+from specdiff2.training.strategies import whole_weights
 from specdiff2.types import ConfigError, Generation
 
 
@@ -52,10 +53,13 @@ class DecodingProbe(pl.Callback):
         self._trigger = StepTrigger("decoding probe", every_n_steps)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._trigger.due(trainer.global_step) and trainer.is_global_zero:
-            metrics = self.probe(pl_module.drafter)
-            self.history.append({"step": trainer.global_step, **metrics})
-            log_now(trainer, metrics)
+        if not self._trigger.due(trainer.global_step):
+            return
+        with whole_weights(trainer.strategy):  # of all ranks
+            if trainer.is_global_zero:
+                metrics = self.probe(pl_module.drafter)
+                self.history.append({"step": trainer.global_step, **metrics})
+                log_now(trainer, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history, "last_step": self._trigger.last_step}

@@ -21,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from specdiff2.training.callbacks.streak_monitor import StreakMonitor
+from specdiff2.training.strategies import whole_weights
 from specdiff2.types import ConfigError
 
 log = logging.getLogger(__name__)
@@ -82,12 +83,11 @@ class DrafterExport(pl.Callback):
         before, best = ["before"] * self._exported_before, ["best"] * (self.best_value is not None)
         for name in [*before, *best, *self._kept]:
             source, target = earlier / name, self.folder / name
-            if not (target / "config.json").is_file() and (source / "config.json").is_file() and trainer.is_global_zero:
+            if trainer.is_global_zero and not (target / "config.json").is_file() and (source / "config.json").is_file():
                 scratch = self.folder / f".{name}.{os.getpid()}.tmp"
                 shutil.copytree(source, scratch)
                 scratch.replace(target)
-            trainer.strategy.barrier(f"drafter_export_{name}")
-            if (target / "config.json").is_file():
+            if trainer.strategy.broadcast((target / "config.json").is_file()):  # what rank 0 sees
                 self.exported.add(name)
                 continue
             log.warning("%s: not there any more, so this run goes on without it", source)
@@ -145,10 +145,10 @@ class DrafterExport(pl.Callback):
 
     def _export(self, trainer: pl.Trainer, pl_module: Any, name: str) -> None:
         self.exported.add(name)
-        if not trainer.is_global_zero:
-            return
         stage = pl_module.schedule.stage_at(max(0, trainer.global_step - 1))
         facts: dict[str, Any] = {"step": trainer.global_step, "objective": repr(stage.objective)}
         if name == "best":
             facts[self.monitor] = self.best_value
-        self._save_drafter(pl_module.drafter, self.folder / name, facts)
+        with whole_weights(trainer.strategy):  # of all ranks
+            if trainer.is_global_zero:
+                self._save_drafter(pl_module.drafter, self.folder / name, facts)

@@ -28,6 +28,7 @@ from specdiff2.functional.streak import AcceptanceCurves, acceptance_sums, curve
 from specdiff2.protocols import StatesDrafter
 from specdiff2.training.callbacks.metric_log import StepTrigger, log_now
 from specdiff2.training.chunked import even_chunks, select_windows
+from specdiff2.training.strategies import whole_weights
 from specdiff2.types import ConfigError, WindowBatch
 
 
@@ -97,7 +98,7 @@ class StreakMonitor(pl.Callback):
         sums = torch.zeros((2, 3, drafter.gamma), dtype=torch.float64, device=pl_module.device)
         was_training = drafter.training
         drafter.eval()
-        with trainer.precision_plugin.val_step_context():
+        with trainer.precision_plugin.val_step_context(), whole_weights(trainer.strategy):
             for batch in self._cached:
                 sums += batch_sums(drafter, batch.to(pl_module.device), pl_module.loss_chunk_windows)
         drafter.train(was_training)
