@@ -138,7 +138,7 @@ def test_export_and_back(verifier: Any, tmp_path: Path, num_layers: int) -> None
     assert ("layers.1.input_layernorm.weight" in found) == (num_layers == 2)
     again = load_eagle_checkpoint(tmp_path / "public", verifier)
     with torch.no_grad():
-        assert gap(drafter(BATCH), again(BATCH)[..., 5:50]) == 0.0
+        assert gap(drafter(BATCH), again(BATCH)[..., 5:50]) < 1e-6  # a wider head may round otherwise
     with pytest.raises(ConfigError, match="not an empty folder"):
         export_eagle(drafter, tmp_path / "public")
 
