@@ -147,5 +147,5 @@ def _watch_without_accounting() -> None:
             self._info_dict.update({job: {"State": states.get(job, "ENDED")} for job in waiting})
             self._finished |= waiting - states.keys()
 
-    watcher: Any = QueueWatcher(delay_s=60)
+    watcher: Any = QueueWatcher(delay_s=15)
     submitit.SlurmJob.watcher = watcher
