@@ -3,6 +3,7 @@
     python experiments/014-scaling/measure.py trainer     # 12 minutes on 2 idle cores: 10 short trainings
     python experiments/014-scaling/measure.py rollouts    # 8 minutes: a `transformers serve` of SmolLM2 and its clients
     python experiments/014-scaling/measure.py store       # 3 minutes: synthetic stores of 10 thousand to 1 million
+    python experiments/014-scaling/measure.py plan        # 1 minute: Qwen2.5-72B + DiffuCoder-7B on A100s, on paper
 
 Each part runs the product's own commands in new processes and writes results_<part>.json beside this file.
 """
@@ -57,6 +58,7 @@ def trainer() -> dict[str, Any]:
         ["trainer=deepspeed_zero2", "trainer.accelerator=ds_cpu"],
         ["trainer=deepspeed_zero3", "trainer.accelerator=ds_cpu"],
     )]  # fmt: skip
+    train(32, 8, 64, [])  # samples rollouts and keeps what the verifier says about each; not counted
     rows = [train(*settings) for settings in [*one, *flat, *two]]
     return {"command": "python train.py max_steps=24 ...", "rows": rows}
 
@@ -67,7 +69,8 @@ def train(batch_size: int, windows: int, chunk: int, options: list[str]) -> dict
         overrides = [f"hydra.run.dir={folder}", f"max_steps={STEPS}", f"data.module.batch_size={batch_size}",
                      f"data.module.windows_per_rollout={windows}", f"loss_chunk_windows={chunk}", "publish=false",
                      "callbacks.decoding_probe=null", "callbacks.streak_monitor.every_n_steps=1000",
-                     "trainer.log_every_n_steps=1", *options]  # fmt: skip
+                     "trainer.log_every_n_steps=1", "data.train_prompts.num_prompts=64",
+                     "data.val_prompts.num_prompts=8", *options]  # fmt: skip
         peak_mib = run([sys.executable, "train.py", *overrides])
         with open(Path(folder) / "metrics.csv", encoding="utf-8") as file:
             points = [row for row in csv.DictReader(file) if row.get("train/windows_per_s")]
@@ -140,9 +143,27 @@ def store() -> dict[str, Any]:
     return {"command": "python tests/store_memory.py --rows ...", "rows": rows}
 
 
+def plan() -> dict[str, Any]:
+    """What preflight says of 1, 2 and 4 nodes of eight A100-80GB, for an adapter and for all weights."""
+    overrides = ["model=diffucoder", "verifier=qwen72b", "trainer=deepspeed_zero3", "trainer.devices=8",
+                 "hardware=a100_80gb", "max_steps=60000", "load_verifier=false", "callbacks.decoding_probe=null",
+                 "data.folder=/shared/rollouts", "preflight=true"]  # fmt: skip
+    rows = []
+    for trained, more in (("adapters of rank 32", []), ("all weights", ["model.lora=null"])):
+        for nodes in (1, 2, 4):
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, "train.py", *overrides, *more, f"trainer.num_nodes={nodes}"]
+                run([*command, f"hydra.run.dir={folder}"])
+                found = json.loads((Path(folder) / "preflight.json").read_text(encoding="utf-8"))
+            cluster = found["cluster"]
+            row = next(row for row in cluster["nodes"] if row["num_nodes"] == nodes)
+            rows.append({"trained": trained, **row, "exchanges": cluster["exchanges"], "paper": cluster["paper"]})
+    return {"command": f"python train.py {' '.join(overrides)} ...", "rows": rows}
+
+
 def main() -> None:
     """Measure one part and write it."""
-    part = {"trainer": trainer, "rollouts": rollouts, "store": store}[sys.argv[1]]
+    part = {"trainer": trainer, "rollouts": rollouts, "store": store, "plan": plan}[sys.argv[1]]
     commit, _ = git_state(ROOT)
     facts = {"commit": commit, "machine": describe_machine(machine()), "seed": 0} | part()
     path = HERE / f"results_{sys.argv[1]}.json"

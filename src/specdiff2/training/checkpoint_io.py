@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Checkpoints on a local or shared file system; strategies with folders of their own (DeepSpeed) do not use it."""
+    """Checkpoints of every strategy (``training.strategies``), on a local or shared file system."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Replace ``path`` in one step.

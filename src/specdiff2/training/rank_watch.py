@@ -220,6 +220,6 @@ _WORDS = {"failed": _failed, "gone": _gone, "silent": _silent, "stuck": _stuck}
 
 def how_to_go_on(folder: Path) -> str:
     """The override that continues a run that has been cut short."""
-    if (folder / "checkpoints" / "last.ckpt").exists():  # a file, or a folder of DeepSpeed
+    if (folder / "checkpoints" / "last.ckpt").is_file():
         return f"go on with the same command and resume={folder}"
     return "no checkpoint was written yet: run the same command again (rollouts on disk are reused)"
