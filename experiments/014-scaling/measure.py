@@ -5,7 +5,7 @@
     python experiments/014-scaling/measure.py store       # 3 minutes: synthetic stores of 10 thousand to 1 million
     python experiments/014-scaling/measure.py plan        # 1 minute: Qwen2.5-72B + DiffuCoder-7B on A100s, on paper
 
-Each part runs the product's own commands in new processes and writes results_<part>.json beside this file.
+Each part runs the product's own commands in new processes and writes <part>.json beside this file.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def main() -> None:
     part = {"trainer": trainer, "rollouts": rollouts, "store": store, "plan": plan}[sys.argv[1]]
     commit, _ = git_state(ROOT)
     facts = {"commit": commit, "machine": describe_machine(machine()), "seed": 0} | part()
-    path = HERE / f"results_{sys.argv[1]}.json"
+    path = HERE / f"{sys.argv[1]}.json"
     path.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
