@@ -467,13 +467,13 @@ def test_prefix_rows_are_first_positions_of_windows(verifier) -> None:
     """Every prefix logit is what position 1 of a window anchored at that token gives, with that token's successor."""
     drafter = make_drafter(verifier, shifted=True)
     rows = [random_tokens(14, 1), random_tokens(9, 2)]
-    batch = make_batch(rows, [(0, 12), (1, 3), (1, 7)])
+    batch = make_batch(rows, [(0, 12), (1, 3), (1, 6)])
     batch = replace(batch, completion_start=torch.tensor([5, 3]))
     states, prefix_states, targets = drafter.window_and_prefix_states(batch)
     assert gap(states, drafter.window_states(batch)) < EXACT
     assert gap(drafter.states_logits(states, previous_tokens(batch)), drafter(batch)) < EXACT
     prefix = drafter.token_logits(prefix_states)
-    expected = [(0, a) for a in range(4, 13)] + [(1, a) for a in range(2, 8)]
+    expected = [(0, a) for a in range(4, 13)] + [(1, a) for a in range(2, 7)]  # to the row's own last anchor
     assert gap(prefix, drafter(make_batch(rows, expected))[:, 0]) < EXACT
     assert targets.tolist() == [rows[r][a + 1] for r, a in expected]
 

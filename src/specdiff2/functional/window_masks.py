@@ -136,14 +136,20 @@ def context_layout(
 
 
 def prefix_rows(
-    layout: WindowLayout, lengths: Int[Tensor, " batch"], completion_start: Int[Tensor, " batch"]
+    layout: WindowLayout,
+    lengths: Int[Tensor, " batch"],
+    completion_start: Int[Tensor, " batch"],
+    last_anchor: Int[Tensor, " batch"],
 ) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"], Int[Tensor, " token"]]:
     """Token columns of a causal-prefix batch whose successor was sampled by the verifier: (flat index, row, column).
 
-    A shifted drafter predicts the next token at each of them, exactly as it does at an anchor.
+    Up to each row's own last anchor (-1: it has no window), though longer rows beside it have more columns: what a row
+    is trained on must not depend on the rows of its batch. A shifted drafter predicts the next token at each of them,
+    exactly as it does at an anchor.
     """
     column = torch.arange(layout.num_tokens, device=lengths.device)
     known = (column + 1 >= completion_start[:, None]) & (column + 1 < lengths[:, None])
+    known &= column <= last_anchor[:, None]
     row, column = known.nonzero(as_tuple=True)
     return row * layout.position_ids.shape[1] + column, row, column
 

@@ -107,7 +107,7 @@ class WindowDrafter(nn.Module):
     def window_and_prefix_states(
         self, batch: WindowBatch
     ) -> tuple[Float[Tensor, "window gamma hidden"], Float[Tensor, "token hidden"], Int[Tensor, " token"]]:
-        """``window_states``, and the states of every sampled token before an anchor with the ids that follow them.
+        """``window_states``, and the states of every sampled token up to its row's last anchor, with the ids behind.
 
         These rows are computed anyway, as the prefix; each one is what position 1 of a window would be there.
 
@@ -124,7 +124,8 @@ class WindowDrafter(nn.Module):
                 "attention='causal_prefix', conditioning='none' and known completion starts; set prefix_loss_weight=0"
             )
         layout = layout_of(self, batch)
-        index, row, column = prefix_rows(layout, batch.lengths, batch.completion_start)
+        last_anchor = torch.full_like(batch.lengths, -1).scatter_reduce(0, batch.window_row, batch.anchor, "amax")
+        index, row, column = prefix_rows(layout, batch.lengths, batch.completion_start, last_anchor)
         states = packed_states(self, batch, layout, torch.cat([layout.read_index.flatten(), index]))
         num_window_rows = layout.read_index.numel()
         window_states = states[:num_window_rows].unflatten(0, layout.read_index.shape)
