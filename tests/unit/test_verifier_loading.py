@@ -333,6 +333,8 @@ def test_a_gpu_gets_its_tensors_straight_from_the_file(monkeypatch):
     spread = plan_placement("auto", {"model.embed_tokens": 1, "lm_head": "cuda:2", "model": "cpu"})
     assert spread.options == {"device_map": {"model.embed_tokens": 1, "lm_head": 2, "model": "cpu"}}
     assert spread.device == torch.device("cuda:1")
+    monkeypatch.setenv("SLURM_LOCALID", "3")  # in a plain srun
+    assert plan_placement("auto").device == torch.device("cuda:3")
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert plan_placement("auto").device == torch.device("cuda:2")
     assert plan_placement("auto", "auto").options == {"device_map": "auto"}

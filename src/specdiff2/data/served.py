@@ -23,10 +23,10 @@ from specdiff2.data.rollout_work import Batch, OpenBatches
 from specdiff2.data.served_api import DIALECTS, BadAnswer, Dialect, read_answer, read_models, request_body
 from specdiff2.data.served_client import ServedClient, ServerError
 from specdiff2.data.served_text import completion_of
+from specdiff2.models.fingerprint import SERVED
 from specdiff2.types import ConfigError, Rollout, SpecDiffError
 
 _log = logging.getLogger(__name__)
-SERVED = "served:"  # begins the origin of rollouts whose weights nobody here has seen
 _FLUSH_SECONDS, _FLUSH_ROLLOUTS = 1.0, 256
 
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specdiff2.models.fingerprint import is_served
 from specdiff2.models.safe_folder import backup_of, replace_folder
 from specdiff2.models.vocab import tokenizer_fingerprint
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError, SpecDiffError
@@ -236,11 +237,6 @@ def check_belongs(config: Any, verifier: HFVerifier, folder: Path) -> None:
                     "not be compared", folder, trained_for, given)  # fmt: skip
     else:
         log.info("drafter %s was trained for verifier %s and now serves %s", folder, trained_for, given)
-
-
-def is_served(fingerprint: str) -> bool:
-    """Whether this stands for a verifier that only a server holds (``data.served`` writes such rollouts)."""
-    return fingerprint.startswith("served:")
 
 
 def refuse_differences(folder: Path, checks: Mapping[str, tuple[Any, Any, bool]], remedy: str) -> None:

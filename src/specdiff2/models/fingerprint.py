@@ -12,10 +12,16 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+SERVED = "served:"  # begins what stands for a model that only a server holds: nobody here has seen its weights
 FULL_HASH_VALUES = 10**9  # larger models hash a strided sample of each tensor
 SAMPLED_VALUES = 65536
 # where a model was stored or how it runs does not change what it computes
 _CONFIG_NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+
+
+def is_served(fingerprint: str) -> bool:
+    """Whether this is ``served:NAME``, no digest."""
+    return fingerprint.startswith(SERVED)
 
 
 def model_fingerprint(model: PreTrainedModel, vocab_size: int) -> str:

@@ -134,7 +134,12 @@ def _numbered(device: torch.device) -> torch.device:
     """``cuda`` with its number: that of this process where a launcher gave it one, so that ranks do not share GPU 0."""
     if device.type != "cuda" or device.index is not None:
         return device
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def local_rank() -> int:
+    """Number of this process among those that torchrun or Slurm started on this machine; 0 without them."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 
 
 def _by_ranks(tp_plan: str | Mapping[str, str] | None) -> Placement:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from specdiff2.models.dtypes import describe_cpu, pick_device, pick_dtype
+from specdiff2.models.placement import local_rank
 from specdiff2.types import SpecDiffError
 
 PACKAGES = ("specdiff2", "torch", "lightning", "transformers", "hydra-core", "datasets", "wandb", "safetensors", "gguf",
@@ -145,7 +146,7 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """CPU, memory, matrix units and GPU of this machine."""
-    number = int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1)
+    number = local_rank() % max(torch.cuda.device_count(), 1)
     gpu = torch.cuda.get_device_name(number) if torch.cuda.is_available() else None
     return {**describe_cpu(), "cores": os.cpu_count(), "memory_gib": _memory_gib(), "gpu": gpu,
             "device": "cuda" if gpu else "cpu", "system": f"{platform.system()} {platform.machine()}"}  # fmt: skip

@@ -7,14 +7,11 @@ stores. Wiring only.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.data.served import ServedEngine
@@ -72,9 +69,6 @@ def load_verifier(node: Mapping[str, Any], engine: Any) -> HFVerifier:
     if isinstance(engine, ServedEngine):
         options = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
         return HFVerifier.without_weights(options.pop("source"), engine.origin, **options)
-    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
-    if local_rank is not None and torch.cuda.device_count() > 1 and node["device"] == "auto" and not node["device_map"]:
-        node = {**node, "device": f"cuda:{int(local_rank) % torch.cuda.device_count()}"}
     return instantiate(node)
 
 

@@ -13,8 +13,8 @@ from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.generate import rollout_fingerprint
 from specdiff2.data.rollout_files import ROLLOUTS_FILE, write_json_atomic
 from specdiff2.data.rollouts import MANIFEST_FILE, RolloutStore, read_manifest
-from specdiff2.data.served import SERVED
 from specdiff2.data.signatures import sign_prompts
+from specdiff2.models.fingerprint import SERVED, is_served
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.models.vocab import tokenizer_fingerprint
 from specdiff2.runtime.prompts import LoadedPrompts
@@ -83,7 +83,7 @@ def ensure_rollouts(
     if not named:
         folder = folder.with_name(f"{folder.name}-{digest_of(fingerprint)}")
     origin = read_manifest(folder).get("verifier", "") if (folder / MANIFEST_FILE).exists() else ""
-    if str(origin).startswith(SERVED) and origin != verifier.fingerprint:
+    if is_served(str(origin)) and origin != verifier.fingerprint:
         log.warning("%s was sampled from %s: nobody can tell here whether that has the weights of %s", folder,
                     origin.removeprefix(SERVED), verifier.name)  # fmt: skip
         store = RolloutStore(folder, fingerprint | {"verifier": origin})

@@ -29,12 +29,13 @@ from specdiff2.data.prompt import Prompt, require_unique_ids
 from specdiff2.evaluation.json_files import read_json
 from specdiff2.evaluation.parts import Part, prompts_digest
 from specdiff2.evaluation.shards import MERGED_FILE, SHARDS, is_pending, merge
+from specdiff2.models.placement import local_rank
 from specdiff2.runtime.provenance import hardware, write_json
 from specdiff2.runtime.rank_files import Share, has_died, how_to_go_on, states, take_lock, tell, wait_for_others
 from specdiff2.types import ConfigError, SpecDiffError
 
 log = logging.getLogger(__name__)
-_LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 _held: list[Any] = []  # locks of this process, until it ends
 
 
@@ -82,7 +83,7 @@ def _parse(given: str) -> Share:
 
 
 def _launched() -> Share | None:
-    for rank, num_ranks, _ in _LAUNCHERS:
+    for rank, num_ranks in _LAUNCHERS:
         if int(os.environ.get(num_ranks, 1)) > 1 and rank in os.environ:
             return Share(int(os.environ[rank]), int(os.environ[num_ranks]), launched=True)
     return None
@@ -111,7 +112,7 @@ def open_shard(share: Share, config: Mapping[str, Any]) -> Path:
         SpecDiffError: an older process with the same share still runs.
     """
     if share.launched:
-        _take_device(config["verifier"].get("device", "auto"))
+        _check_device(config["verifier"].get("device", "auto"))
     if not share.speaks:
         logging.disable(logging.INFO)
     shards = Path(config["paths"]["run"]) / SHARDS
@@ -134,17 +135,16 @@ def open_shard(share: Share, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def _take_device(device: str) -> None:
-    """GPU number local rank, which ``models.placement`` reads; Slurm may show a task its own GPU alone."""
-    local = next((os.environ[names[2]] for names in _LAUNCHERS if names[2] in os.environ), "0")
+def _check_device(device: str) -> None:
+    """There is a GPU for this process's ``local_rank``; Slurm may show a task its own GPU alone."""
+    local = local_rank()
     count = torch.cuda.device_count()
     bound = count == 1 and "SLURM_STEP_ID" in os.environ
-    if device in ("auto", "cuda") and count and int(local) >= count and not bound:
+    if device in ("auto", "cuda") and count and local >= count and not bound:
         raise ConfigError(
             f"process {local} of this machine has no GPU of its own, torch sees {count}: start at most {count} "
             "processes a machine, or set verifier.device=cpu"
         )
-    os.environ.setdefault("LOCAL_RANK", local)
 
 
 @contextlib.contextmanager

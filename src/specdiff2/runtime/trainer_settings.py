@@ -12,6 +12,7 @@ import torch
 from specdiff2.models.placement import AUTOMATIC
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.config_schema import locate
+from specdiff2.runtime.preflight_strategy import strategy_name
 from specdiff2.training import ds_cpu
 from specdiff2.training.checkpoint_io import WholeFiles
 from specdiff2.training.slurm_environment import cluster_plugins
@@ -25,7 +26,8 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the key and what to set instead.
     """
-    strategy, accelerator, kind = trainer.get("strategy", "auto"), trainer.get("accelerator", "auto"), kind_of(trainer)
+    strategy, accelerator = trainer.get("strategy", "auto"), trainer.get("accelerator", "auto")
+    kind = strategy_name(strategy)
     if "fsdp" in kind:
         raise ConfigError("trainer.strategy: FSDP is not offered: Lightning's cannot clip by norm and runs on GPUs "
                           "only; trainer=deepspeed_zero3 partitions the same")  # fmt: skip
@@ -41,13 +43,6 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
         raise ConfigError(f"trainer.accelerator={accelerator}: torch sees no CUDA device here; use trainer=cpu, or "
                           "preflight=true to plan for another machine")  # fmt: skip
     build(trainer)
-
-
-def kind_of(trainer: Mapping[str, Any]) -> str:
-    """``deepspeed``, ``ddp``, ``auto``, ...: the last part of what the strategy names, in small letters."""
-    strategy = trainer.get("strategy", "auto")
-    target = strategy if isinstance(strategy, str) else str(strategy.get("_target_", ""))
-    return target.rpartition(".")[2].lower()
 
 
 def _check_deepspeed(trainer: Mapping[str, Any], strategy: Mapping[str, Any]) -> None:
