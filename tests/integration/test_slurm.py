@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from braked_steps import brake_options
 from entry_runs import ROOT, Options, metric, strict_json
 from slurm_cluster import SlurmCluster, running_cluster, wait_until
 
@@ -56,6 +57,8 @@ def test_a_training_on_two_nodes_survives_preemption_and_requeue(
     options += ["callbacks.decoding_probe=null", "callbacks.streak_monitor.every_n_steps=20", "run_id=s/1"]
     options += ["callbacks.checkpoint.every_n_train_steps=9999,10000"]  # two jobs that differ in nothing
     options += ["trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1"]
+    brake = tmp_path / "brake"
+    options += brake_options(brake)
     launcher = launch(cluster, tmp_path, "train.py", *options)
     sweep = tmp_path / "outputs/multirun/train/s/1"
     log = sweep / "0/train.log"
@@ -69,6 +72,8 @@ def test_a_training_on_two_nodes_survives_preemption_and_requeue(
     length = metric(sweep / "0", "train/loss")
     wait_until(lambda: len(metric(sweep / "0", "train/loss")) > len(length), 120, "further steps of job 0")
     cluster.run("scontrol", "requeue", job_id(sweep / "0"))
+    wait_until(lambda: len(resumed()) == 2, 120, lambda: log.read_text(encoding="utf-8"))
+    brake.unlink()
     told = finished(launcher, tmp_path)
     assert launcher.returncode == 0 and "training sweep" in (sweep / "sweep.html").read_text(encoding="utf-8"), told
     steps = resumed()

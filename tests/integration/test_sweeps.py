@@ -10,12 +10,14 @@ import signal
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from braked_steps import brake_options
 from entry_runs import ROOT, Options, metric, strict_json
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -85,6 +87,8 @@ def test_a_signalled_and_killed_training_ends_as_an_undisturbed_one(
     options = [*tiny_options["train"], "publish=false", "max_steps=120", "objective.warmup_steps=0", "run_id=s/1"]
     options += ["callbacks.decoding_probe=null", "callbacks.checkpoint.every_n_train_steps=19,20"]
     options += ["callbacks.streak_monitor.every_n_steps=40", "hydra/launcher=submitit_local"]
+    brake, run = tmp_path / "brake", partial(run_script, "train.py", "-m", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    options += brake_options(brake)
     sweep = tmp_path / "outputs/multirun/train/s/1"
 
     def resumed() -> list[int]:
@@ -95,16 +99,17 @@ def test_a_signalled_and_killed_training_ends_as_an_undisturbed_one(
         os.kill(strict_json(sweep / "0/status.json")["pid"], number)
 
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(run_script, "train.py", "-m", *options, cwd=tmp_path)
+        first = threads.submit(run, *options)
         wait_until((sweep / "0/checkpoints/last.ckpt").is_file, 120, "a checkpoint")
         interrupt(signal.SIGUSR2)
         wait_until(resumed, 120, "the requeued job")
         interrupt(signal.SIGKILL)
+        brake.unlink()
     told = first.result()
     assert told.returncode == 1 and states(sweep) == ["running", "done"], told.stdout + told.stderr
     where = strict_json(sweep / "0/status.json")
     assert "job 0 did not finish" in told.stdout and f"local job {where['job_id']}, log {where['log']}" in told.stdout
-    again = run_script("train.py", "-m", *options, cwd=tmp_path)
+    again = run(*options)
     assert again.returncode == 0 and states(sweep) == ["done"] * 2, again.stdout + again.stderr
     assert len(resumed()) == 2 and all(0 < step < 120 for step in resumed())
     assert len({(sweep / job / "drafter/last/model.safetensors").read_bytes() for job in "01"}) == 1
