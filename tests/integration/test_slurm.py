@@ -56,7 +56,7 @@ def test_a_training_on_two_nodes_survives_preemption_and_requeue(
     options = [*tiny_options["train"], "publish=false", f"max_steps={MAX_STEPS}", "objective.warmup_steps=0"]
     options += ["callbacks.decoding_probe=null", "callbacks.streak_monitor.every_n_steps=20", "run_id=s/1"]
     options += ["callbacks.checkpoint.every_n_train_steps=9999,10000"]  # two jobs that differ in nothing
-    options += ["trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1"]
+    options += ["trainer=fsdp", "trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1"]
     brake = tmp_path / "brake"
     options += brake_options(brake)
     launcher = launch(cluster, tmp_path, "train.py", *options)

@@ -111,7 +111,7 @@ def test_every_rank_loads_its_own_spread_verifier() -> None:
         ("zero1", {"reduce-scatter of gradients": 1000, "all-gather of new weights": 1000}),
         ("zero2", {"reduce-scatter of gradients": 2000, "all-gather of new weights": 1000}),
         ("zero3", {"all-gather of weights": 4000, "reduce-scatter of gradients": 2000}),
-        ("fsdp", {"all-gather of weights": 4000, "reduce-scatter of gradients": 2000}),
+        ("fsdp", {"all-gather of weights": 4000, "reduce-scatter of gradients": 4000}),
     ],
 )
 def test_exchanges_of_two_ranks_by_hand(strategy: str, expected: dict[str, float]) -> None:

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 from helpers import byte_tokenizer, char_tokenizer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from other_tokenizers import byte_bpe, real_text, spm_bpe, spm_unigram
 from tokenizers import Tokenizer, decoders, models
@@ -442,6 +442,7 @@ def test_the_work_of_a_round_does_not_grow_with_the_text(drafter: str, verifier:
 @whole
 @settings(max_examples=40, deadline=None)
 @given(before=st.text(max_size=12), after=st.text(max_size=12))
+@example(before=" ", after=" ")
 def test_any_text_survives_both_ways(drafter: str, verifier: str, before: str, after: str) -> None:
     bridge = bridge_of(drafter, verifier)
     known, side = bridge.verifier, bridge.drafter

@@ -18,6 +18,7 @@ from specdiff2.runtime import build, launched, trainer_settings
 from specdiff2.runtime.config_schema import TrainConfig
 from specdiff2.runtime.teacher import get_verifier
 from specdiff2.runtime.trainer_settings import check_placement, check_trainer
+from specdiff2.training.fsdp import Fsdp
 from specdiff2.training.strategies import DeepSpeed
 from specdiff2.types import ConfigError, MismatchError
 
@@ -64,6 +65,12 @@ def test_ddp_and_cpu_are_accepted_with_the_timeout_that_is_set() -> None:
     assert compose("trainer=ddp", "trainer.accelerator=cpu")["trainer"]["devices"] == 1  # auto
 
 
+def test_fsdp_on_cpu_processes_is_accepted() -> None:
+    trainer = compose("trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=2")["trainer"]
+    check_trainer(trainer)
+    assert isinstance(trainer_settings.build(trainer).strategy, Fsdp)
+
+
 @needs_cpu_only
 @pytest.mark.parametrize(
     ("overrides", "told"),
@@ -81,7 +88,10 @@ def test_ddp_and_cpu_are_accepted_with_the_timeout_that_is_set() -> None:
         (["trainer=deepspeed_zero2", "trainer.accelerator=ds_cpu", "trainer.strategy.stage=4"], "expected 1, 2 or 3"),
         (["trainer=deepspeed_zero2", "trainer.accelerator=ds_cpu", "trainer.precision=16-mixed"], "bf16-mixed"),
         (["trainer.strategy=deepspeed_stage_2"], "trainer=deepspeed_zero2"),
-        (["trainer.strategy=fsdp"], "trainer=deepspeed_zero3"),
+        (["trainer.strategy=fsdp"], "trainer=fsdp"),
+        (["trainer=ddp", "trainer.strategy={_target_: lightning.pytorch.strategies.FSDPStrategy}"], "trainer=fsdp"),
+        (["trainer=ddp", "trainer.strategy={_target_: x.DeepSpeedStrategy}"], "trainer=deepspeed_zero2"),
+        (["trainer=fsdp", "trainer.accelerator=cpu", "trainer.precision=16-mixed"], "bf16-mixed"),
         (["trainer.strategy=dpp"], "dpp"),
         (["trainer.devices=0", "trainer.accelerator=cpu"], "trainer"),
     ],

@@ -110,9 +110,11 @@ class BridgedText:
         for size in TAILS:
             tail = self._tail[-size:]
             head = b"".join(verifier.piece(token) or b"" for token in tail)
+            bare = head.removeprefix(b" ") + data
             prefix = self._tail_is_section and len(tail) == len(self._tail) and self._has_prefix(verifier)
+            prefix = prefix and not bare.startswith(b" ")  # no tokenizer puts a blank in front of a blank
             try:
-                text = ((head.removeprefix(b" ") if prefix else head) + data).decode()
+                text = (bare if prefix else head + data).decode()
             except UnicodeDecodeError:  # the tail begins inside a character
                 continue
             ids = verifier.encode(text, prefix=prefix)

@@ -43,17 +43,18 @@ def exchanged_bytes(drafter: DrafterSettings, training: TrainingSettings) -> dic
     """Bytes that each device sends in one optimizer step, by kind; empty on one device.
 
     Gradients are exchanged once a step under DDP and ZeRO-1, after every micro-batch where they are partitioned. ZeRO-3
-    and FSDP gather all weights, frozen ones too, for the forward and again for the backward pass.
+    and FSDP gather all weights, frozen ones too, for the forward and again for the backward pass. Gradients are of
+    float32 weights under DDP and summed in float32 under FSDP, of DeepSpeed's bfloat16 copies otherwise.
     """
     ranks, stage, times = training.num_ranks, training.zero_stage, training.accumulate
     width = dtype_bytes(training.compute)
     moved = (ranks - 1) / ranks
-    gradients = moved * drafter.num_trained * width
+    own = FLOAT32 if training.mixed and training.strategy in ("ddp", "fsdp") else width
+    gradients = moved * drafter.num_trained * own
     if ranks == 1:
         return {}
     if not stage:
-        own = FLOAT32 if training.mixed else width
-        return {"all-reduce of gradients": 2 * moved * drafter.num_trained * own}
+        return {"all-reduce of gradients": 2 * gradients}
     if stage < 3:
         reduced = gradients * (times if stage == 2 else 1)
         return {"reduce-scatter of gradients": reduced, "all-gather of new weights": gradients}

@@ -19,6 +19,8 @@ from specdiff2.training.slurm_environment import cluster_plugins
 from specdiff2.training.strategies import REFUSALS
 from specdiff2.types import ConfigError
 
+INSTEAD_OF_LIGHTNINGS = {"deepspeed": "deepspeed_zero2 (or 1, 3)", "fsdp": "fsdp", "modelparallel": "fsdp"}
+
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Refuse combinations that fail later, or that would train something else; then try the whole section once.
@@ -28,12 +30,11 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     """
     strategy, accelerator = trainer.get("strategy", "auto"), trainer.get("accelerator", "auto")
     kind = strategy_name(strategy)
-    if "fsdp" in kind:
-        raise ConfigError("trainer.strategy: FSDP is not offered: Lightning's cannot clip by norm and runs on GPUs "
-                          "only; trainer=deepspeed_zero3 partitions the same")  # fmt: skip
-    if isinstance(strategy, str) and "deepspeed" in kind:
-        raise ConfigError(f"trainer.strategy={strategy}: Lightning's own does not average over windows; use "
-                          "trainer=deepspeed_zero2 (or 1, 3)")  # fmt: skip
+    if isinstance(strategy, str) or kind not in ("deepspeed", "fsdp"):  # ours are nodes
+        for name, ours in INSTEAD_OF_LIGHTNINGS.items():
+            if name in kind:
+                raise ConfigError(f"trainer.strategy={strategy}: Lightning's own averages otherwise than over windows, "
+                                  f"or writes checkpoints that fit no other strategy; use trainer={ours}")  # fmt: skip
     if kind == "deepspeed":
         _check_deepspeed(trainer, strategy)
     elif accelerator == ds_cpu.NAME:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,14 +20,17 @@ from specdiff2.training.wandb_runs import run_config, start_run
 def csv_logger(folder: str, flush_every_n_steps: int = 20) -> CSVLogger:
     """``folder/metrics.csv``; needs no network. Rows that a resumed run left there are kept."""
     path = Path(folder) / "metrics.csv"
-    earlier = path.read_bytes() if path.is_file() else b""
+    aside = path.with_name(".metrics.csv.earlier")  # Lightning deletes what it finds; a kill meanwhile leaves this
+    if path.is_file():
+        os.replace(path, aside)
     logger = CSVLogger(save_dir=folder, name="", version="", flush_logs_every_n_steps=flush_every_n_steps)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Experiment logs directory")  # the run folder is meant
-        writer = logger.experiment  # deletes metrics.csv
-    if earlier:
-        path.write_bytes(earlier)
-        writer.metrics_keys = next(csv.reader(earlier.decode("utf-8").split("\n")[:1]))
+        writer = logger.experiment
+    if aside.is_file():
+        os.replace(aside, path)
+        with path.open(encoding="utf-8", newline="") as file:
+            writer.metrics_keys = next(csv.reader(file), [])
     return logger
 
 

@@ -26,8 +26,9 @@ from specdiff2.objectives import ObjectiveSchedule, part_names
 from specdiff2.protocols import Objective, StatesDrafter
 from specdiff2.training.checkpointing import TrainableOnlyState, describe_drafter, signature_of, verify_signature
 from specdiff2.training.chunked import VerifierProbs, chunked_cross_entropy, chunked_objective, cross_entropy_sum
+from specdiff2.training.fsdp import Fsdp
 from specdiff2.training.optim import OptimizerFactory, SchedulerFactory, parameter_groups
-from specdiff2.training.strategies import DeepSpeed
+from specdiff2.training.strategies import DeepSpeed, runs_in_step
 from specdiff2.training.window_mean import WindowTotals, divide_gradients, one_window
 from specdiff2.types import ConfigError, ObjectiveOutput, SamplingParams, SpecDiffError, WindowBatch
 
@@ -119,6 +120,10 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
 
     # -- set-up -------------------------------------------------------------------------------------------------
 
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, Fsdp):
+            self.trainer.strategy.partition()
+
     def configure_optimizers(self) -> Any:
         groups = parameter_groups(self.drafter.parameters())
         self.trained_groups = [list(group["params"]) for group in groups]
@@ -167,7 +172,8 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
         output = self.objective_output(batch, self.schedule.stage_at(self.global_step).objective)
         self.totals.add(output)
         loss = output.loss_sum * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
-        return loss if self._deepspeed is not None or self.trainer.world_size == 1 else loss + self._zero_loss(batch)
+        alike = self.trainer.world_size == 1 or runs_in_step(self.trainer.strategy)
+        return loss if alike else loss + self._zero_loss(batch)
 
     def objective_output(self, batch: WindowBatch, objective: Objective) -> ObjectiveOutput:
         """Drafter forward and objective. Only ``mdm``-like objectives see revealed tokens."""
@@ -234,9 +240,9 @@ class DistillationModule(TrainableOnlyState, pl.LightningModule):
     def _zero_loss(self, batch: WindowBatch) -> Tensor:
         """Exactly 0 with a zero gradient for every parameter, so that no DDP rank waits for a missing one.
 
-        DeepSpeed's ranks must also call the same modules, and get gradients in the same order: one window, times 0.
+        Where weights are partitioned all ranks must also call the same modules, in the same order: one window, times 0.
         """
-        if self._deepspeed is not None:
+        if runs_in_step(self.trainer.strategy):
             output = self.objective_output(one_window(batch), self.schedule.stage_at(self.global_step).objective)
             return torch.nan_to_num(output.loss_sum) * 0.0
         trainable = (parameter for parameter in self.drafter.parameters() if parameter.requires_grad)

@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from specdiff2.training.ds_cpu import DeepSpeedCPU
+from specdiff2.training.fsdp import Fsdp
 from specdiff2.training.zero_state import full_optimizer_state, full_weights, set_state
 
 REFUSALS = (MisconfigurationException, ValueError)  # what Lightning's Trainer raises for settings it cannot combine
@@ -173,10 +174,15 @@ def ddp(*, timeout_minutes: float = 30.0) -> DDPStrategy:
     return DDPStrategy(timeout=timedelta(minutes=timeout_minutes))
 
 
+def runs_in_step(strategy: Strategy) -> bool:
+    """Whether all ranks must call the same modules: they gather each other's weights, or count gradients."""
+    return isinstance(strategy, DeepSpeed | Fsdp)
+
+
 @contextmanager
 def whole_weights(strategy: Strategy) -> Iterator[None]:
-    """``DeepSpeed.whole_weights``; every other strategy here has whole weights anyway."""
-    if isinstance(strategy, DeepSpeed):
+    """``DeepSpeed.whole_weights`` and that of ``Fsdp``; every other strategy here has whole weights anyway."""
+    if isinstance(strategy, DeepSpeed | Fsdp):
         with strategy.whole_weights(), torch.no_grad():
             yield
     else:

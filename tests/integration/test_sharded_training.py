@@ -1,7 +1,7 @@
-"""DeepSpeed on two CPU processes (gloo): the real engine, ZeRO-1 to 3, float32 and bfloat16. Cases 22 to 26.
+"""DeepSpeed's ZeRO-1 to 3 and FSDP on two CPU processes (gloo): the real engines, float32 and bfloat16. Cases 22 to 26.
 
 All runs happen in one child process that forks its ranks, so that torch and DeepSpeed are imported once. Run as a
-script, this file is that child: ``python test_deepspeed.py OUT_FOLDER``.
+script, this file is that child: ``python test_sharded_training.py OUT_FOLDER``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -36,12 +37,17 @@ from specdiff2.objectives import ObjectiveSchedule, Streak
 from specdiff2.runtime.checkpoint_export import export_checkpoint
 from specdiff2.training import ds_cpu
 from specdiff2.training.callbacks import DrafterExport, StreakMonitor
+from specdiff2.training.fsdp import Fsdp
 from specdiff2.training.optim import warmup_cosine
 from specdiff2.training.strategies import DeepSpeed
 from specdiff2.types import WindowBatch
 
 pytestmark = pytest.mark.distributed
 SCHEDULER = partial(warmup_cosine, num_steps=6, warmup_steps=2)
+STRATEGIES = {f"zero{stage}": partial(DeepSpeed, stage, persistence_threshold=0) for stage in (1, 2, 3)} | {
+    "fsdp": Fsdp
+}
+HALF, WHOLE = ("zero2", "zero3", "fsdp"), ("zero3", "fsdp")  # WHOLE: those that partition weights
 
 
 class Record(pl.Callback):
@@ -54,8 +60,8 @@ class Record(pl.Callback):
         metrics = trainer.callback_metrics
         if trainer.global_step and trainer.global_step not in self.losses and "train/loss" in metrics:
             self.losses[trainer.global_step] = float(metrics["train/loss"])
-        # ZeRO-3 leaves nothing of a parameter but its place while it is not used
-        self.held = max(self.held, sum(parameter.numel() for parameter in module.drafter.stack.layers.parameters()))
+        # ZeRO-3 leaves nothing of a parameter but its place while it is not used, FSDP this rank's part
+        self.held = max(self.held, numbers_here(module.drafter.stack.layers.parameters()))
 
     def on_train_end(self, trainer, module):
         flat = [part for group in trainer.optimizers[0].param_groups for part in group["params"]]
@@ -63,10 +69,14 @@ class Record(pl.Callback):
             "losses": self.losses,
             "weights": trainer.strategy.lightning_module_state_dict(),
             "held": self.held,
-            "optimized": sum(part.numel() for part in flat),
+            "optimized": numbers_here(flat),
             "steps": trainer.global_step,
         }
         torch.save(record, f"{self.path}-{trainer.global_rank}.pt")
+
+
+def numbers_here(tensors) -> int:
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors)
 
 
 def collate(rollouts) -> WindowBatch:
@@ -116,7 +126,7 @@ def fit(folder: Path, name: str, data, *, strategy="auto", ranks=1, max_steps=3,
         )  # fmt: skip
         export = DrafterExport(folder / f"{name}-drafter", save_drafter, monitor="val/streak_greedy")
         callbacks = [StreakMonitor(every_n_steps=2), export, saver, *callbacks]
-    accelerator = {} if strategy == "auto" else {"accelerator": ds_cpu.NAME}
+    accelerator = {"accelerator": ds_cpu.NAME} if isinstance(strategy, DeepSpeed) else {}
     trainer = make_trainer(
         folder, strategy=strategy, devices=ranks, max_steps=max_steps, accumulate_grad_batches=accumulate,
         gradient_clip_val=0.05, callbacks=callbacks, enable_checkpointing=len(callbacks) > 1, **accelerator, **options,
@@ -136,19 +146,21 @@ def on_rank(rank: int, world: int, port: int, folder: Path) -> None:
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=0)
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
-    zero = partial(DeepSpeed, persistence_threshold=0)
     if world == 1:
-        start = folder / "whole3-saved" / "step-4.ckpt"
-        fit(folder, "shrunk3", rollouts(2), strategy=zero(3), max_steps=6, start=start)
+        start = folder / "whole-zero3-saved" / "step-4.ckpt"
+        fit(folder, "shrunk-zero3", rollouts(2), strategy=STRATEGIES["zero3"](), max_steps=6, start=start)
+        start = folder / "whole-fsdp-saved" / "step-4.ckpt"
+        fit(folder, "shrunk-fsdp", rollouts(2), strategy=STRATEGIES["fsdp"](), max_steps=6, start=start)
         return
-    for stage in (1, 2, 3):
-        fit(folder, f"zero{stage}", ByRank(uneven()), strategy=zero(stage), ranks=2)
-    for stage in (2, 3):
-        fit(folder, f"bf16-{stage}", ByRank(uneven()), strategy=zero(stage), ranks=2, precision="bf16-mixed")
-    fit(folder, "whole3", rollouts(1), strategy=zero(3), ranks=2, max_steps=6)
-    for stage in (2, 3):
+    for name, strategy in STRATEGIES.items():
+        fit(folder, name, ByRank(uneven()), strategy=strategy(), ranks=2)
+    for name in HALF:
+        fit(folder, f"bf16-{name}", ByRank(uneven()), strategy=STRATEGIES[name](), ranks=2, precision="bf16-mixed")
+    for name in WHOLE:
+        fit(folder, f"whole-{name}", rollouts(1), strategy=STRATEGIES[name](), ranks=2, max_steps=6)
+    for name in HALF:
         start = folder / "plain-saved" / "step-4.ckpt"
-        fit(folder, f"grown{stage}", rollouts(1), strategy=zero(stage), ranks=2, max_steps=6, start=start)
+        fit(folder, f"grown-{name}", rollouts(1), strategy=STRATEGIES[name](), ranks=2, max_steps=6, start=start)
 
 
 def free_port() -> int:
@@ -196,66 +208,74 @@ def assert_equal(one, two, tolerance=1e-6):
         assert one["losses"][step] == pytest.approx(two["losses"][step], rel=1e-5), step
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_ranks_equal_one_process(runs, stage):
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_ranks_equal_one_process(runs, name):
     """Cases 22 to 24: float32, accumulation, clipping, batches and a whole step without a window."""
-    one, two = runs["one-0"], runs[f"zero{stage}-0"]
+    one, two = runs["one-0"], runs[f"{name}-0"]
     assert len(one["losses"]) == 3 and one["losses"][3] != one["losses"][1]
     assert_equal(one, two)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_bfloat16_keeps_float32_weights(runs, stage):
-    one, two = runs["one-0"], runs[f"bf16-{stage}-0"]
+@pytest.mark.parametrize("name", HALF)
+def test_bfloat16_keeps_float32_weights(runs, name):
+    one, two = runs["one-0"], runs[f"bf16-{name}-0"]
     for step, loss in one["losses"].items():
         assert two["losses"][step] == pytest.approx(loss, rel=0.01)
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in two["weights"].values())
-    assert_equal(runs["bf16-2-0"], runs["bf16-3-0"])
+    assert_equal(runs["bf16-zero2-0"], runs["bf16-zero3-0"])
 
 
-def test_stages_partition_what_they_say(runs):
+def test_strategies_partition_what_they_say(runs):
     whole = sum(weight.numel() for weight in runs["one-0"]["weights"].values())
-    for stage in (1, 2):
-        shares = [runs[f"zero{stage}-{rank}"]["optimized"] for rank in (0, 1)]
-        assert max(shares) <= whole / 2 + 16 and runs[f"zero{stage}-0"]["held"] == runs["one-0"]["held"] > 0
-    assert runs["zero3-0"]["held"] == runs["zero3-1"]["held"] == 0  # between steps no layer is whole anywhere
+    for name in STRATEGIES:
+        if name != "zero3":  # whose parts are places in a buffer
+            shares = [runs[f"{name}-{rank}"]["optimized"] for rank in (0, 1)]
+            assert max(shares) <= whole / 2 + 32 and sum(shares) >= whole  # FSDP cuts each tensor by rows
+    held = {name: [runs[f"{name}-{rank}"]["held"] for rank in (0, 1)] for name in STRATEGIES}
+    all_layers = runs["one-0"]["held"]
+    # between steps no layer is whole anywhere
+    assert held["zero3"] == [0, 0] and sum(held["fsdp"]) == all_layers and max(held["fsdp"]) <= all_layers / 2
+    assert held["zero1"] == held["zero2"] == [all_layers] * 2
 
 
 def test_a_run_goes_on_with_another_number_of_processes_and_another_strategy(runs):
-    """6 steps = 4 + 2: one process with ZeRO-3 after two, and two with ZeRO-2 or ZeRO-3 after one without DeepSpeed."""
+    """6 steps = 4 + 2: one process with a partitioning strategy after two, and two after one with none."""
     plain = runs["plain-0"]
-    assert_equal(plain, runs["whole3-0"], 2e-6)
-    for name in ("shrunk3", "grown2", "grown3"):
+    for name in WHOLE:
+        assert_equal(plain, runs[f"whole-{name}-0"], 2e-6)
+    for name in (*(f"shrunk-{one}" for one in WHOLE), *(f"grown-{one}" for one in HALF)):
         assert_equal(plain, runs[f"{name}-0"], 2e-6)
         assert 6 in runs[f"{name}-0"]["losses"] and 4 not in runs[f"{name}-0"]["losses"]
 
 
-def test_checkpoints_are_plain_and_hold_trained_tensors_only(folder):
-    """Cases 25, 26: of ZeRO-3 and of one process alike, whole tensors, nothing of the verifier."""
-    one, three = (
-        torch.load(folder / name / "step-4.ckpt", weights_only=True) for name in ("plain-saved", "whole3-saved")
+@pytest.mark.parametrize("name", WHOLE)
+def test_checkpoints_are_plain_and_hold_trained_tensors_only(folder, name):
+    """Cases 25, 26: as those of one process, whole tensors, nothing of the verifier."""
+    one, two = (
+        torch.load(folder / f"{run}-saved" / "step-4.ckpt", weights_only=True) for run in ("plain", f"whole-{name}")
     )
     verifier, drafter = make_drafter(shifted=True, markov_rank=3)
     shapes = {f"drafter.{name}": parameter.shape for name, parameter in drafter.named_parameters()}
     lent = [verifier.model.get_input_embeddings().weight, verifier.model.get_output_embeddings().weight]
-    for checkpoint in (one, three):
+    for checkpoint in (one, two):
         assert {name: tensor.shape for name, tensor in checkpoint["state_dict"].items()} == shapes
         for tensor in checkpoint["state_dict"].values():
             assert not any(tensor.shape == weight.shape and torch.equal(tensor, weight) for weight in lent)
-    (left,), (right,) = one["optimizer_states"], three["optimizer_states"]
+    (left,), (right,) = one["optimizer_states"], two["optimizer_states"]
     assert left["param_groups"] == right["param_groups"] and left["state"].keys() == right["state"].keys()
     for index, state in left["state"].items():
         for key, value in state.items():
             torch.testing.assert_close(right["state"][index][key], value, atol=1e-6, rtol=0)
 
 
-def test_drafters_leave_zero3_whole(folder, runs, tmp_path):
+@pytest.mark.parametrize("name", WHOLE)
+def test_drafters_leave_the_parts_whole(folder, runs, tmp_path, name):
     """Exported while training, and afterwards from a checkpoint: the same files, which load and compute the same."""
     verifier, _ = make_drafter()
-    last = load_drafter(folder / "whole3-drafter" / "last", verifier)
-    for name, weight in runs["whole3-0"]["weights"].items():
-        assert torch.equal(last.state_dict()[name.removeprefix("drafter.")], weight)
-    made = load_drafter(export_checkpoint(folder / "whole3-saved" / "step-6.ckpt", tmp_path / "made"), verifier)
+    last = load_drafter(folder / f"whole-{name}-drafter" / "last", verifier)
+    for key, weight in runs[f"whole-{name}-0"]["weights"].items():
+        assert torch.equal(last.state_dict()[key.removeprefix("drafter.")], weight)
+    made = load_drafter(export_checkpoint(folder / f"whole-{name}-saved" / "step-6.ckpt", tmp_path / "made"), verifier)
     batch = collate(language([9, 4]))
     assert torch.equal(made(batch), last(batch)) and made(batch).abs().sum() > 0
     assert made.config == last.config
@@ -268,9 +288,16 @@ def write_verifier(folder: Path, family: str) -> Path:
     return folder
 
 
-def test_train_py_with_zero3_and_without_a_verifier(tmp_path, prompt_file, run_script):
-    """The plain command: Lightning starts the second process, an adapter of a masked-diffusion LM trains under ZeRO-3,
-    its frozen base partitioned with it, and the verifier is never loaded. Losses equal those of one process."""
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["trainer=deepspeed_zero3", "trainer.accelerator=ds_cpu", "trainer.strategy.persistence_threshold=0"],
+        ["trainer=fsdp", "trainer.accelerator=cpu"],
+    ],
+)
+def test_train_py_without_a_verifier(tmp_path, prompt_file, run_script, strategy):
+    """The plain command: Lightning starts the second process, an adapter of a masked-diffusion LM trains, its frozen
+    base partitioned with it, and the verifier is never loaded. Losses equal those of one process."""
     base, verifier = write_checkpoint(tmp_path / "base", "dream"), write_verifier(tmp_path / "verifier", "dream")
     options = [
         "model=masked_lm", f"model.source={base}", "model.gamma=4", "model.dtype=float32", "model.lora.rank=4",
@@ -284,9 +311,8 @@ def test_train_py_with_zero3_and_without_a_verifier(tmp_path, prompt_file, run_s
     ]  # fmt: skip
     one = train_here({"train": options}, tmp_path / "one", "data.module.batch_size=4", "trainer=cpu")
     done = run_script(
-        "train.py", *options, "data.module.batch_size=2", "trainer=deepspeed_zero3", "trainer.accelerator=ds_cpu",
-        "trainer.devices=2", "trainer.strategy.persistence_threshold=0", "load_verifier=false", "run_id=two",
-        cwd=tmp_path,
+        "train.py", *options, "data.module.batch_size=2", *strategy, "trainer.devices=2", "load_verifier=false",
+        "run_id=two", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not loaded, nothing reads its weights" in done.stdout + done.stderr
