@@ -149,7 +149,8 @@ def test_a_sweep_is_refused_without_slurm_and_while_its_jobs_are_queued(
 def test_a_plain_step_has_one_name_and_lightning_does_not_requeue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slurm.step_name() is None and slurm.job_facts() == {} and cluster_plugins() == []
     variables = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4",
-                 "SLURM_NTASKS_PER_NODE": "4", "SLURM_LOCALID": "3", "SLURM_NODEID": "0"}  # fmt: skip
+                 "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_LOCALID": "3",
+                 "SLURM_NODEID": "0"}  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert slurm.step_name() == "slurm/12.0" and slurm.join_job() == 3

@@ -12,6 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from specdiff2 import launch
+from specdiff2.launch import is_first_rank, own_rank
 from specdiff2.models.drafter_files import check_belongs
 from specdiff2.objectives import ObjectiveSchedule, Streak, StreakExpected
 from specdiff2.runtime import build, launched, trainer_settings
@@ -89,8 +91,11 @@ def test_fsdp_on_cpu_processes_is_accepted() -> None:
         (["trainer=deepspeed_zero2", "trainer.accelerator=ds_cpu", "trainer.precision=16-mixed"], "bf16-mixed"),
         (["trainer.strategy=deepspeed_stage_2"], "trainer=deepspeed_zero2"),
         (["trainer.strategy=fsdp"], "trainer=fsdp"),
-        (["trainer=ddp", "trainer.strategy={_target_: lightning.pytorch.strategies.FSDPStrategy}"], "trainer=fsdp"),
-        (["trainer=ddp", "trainer.strategy={_target_: x.DeepSpeedStrategy}"], "trainer=deepspeed_zero2"),
+        (["trainer=cpu", "trainer.strategy={_target_: lightning.pytorch.strategies.FSDPStrategy}"], "trainer=fsdp"),
+        (
+            ["trainer=cpu", "trainer.strategy={_target_: lightning.pytorch.strategies.DeepSpeedStrategy}"],
+            "trainer=deepspeed_zero2",
+        ),
         (["trainer=fsdp", "trainer.accelerator=cpu", "trainer.precision=16-mixed"], "bf16-mixed"),
         (["trainer.strategy=dpp"], "dpp"),
         (["trainer.devices=0", "trainer.accelerator=cpu"], "trainer"),
@@ -117,20 +122,25 @@ def test_one_verifier_spread_over_all_gpus_is_for_one_process() -> None:
 
 
 def test_which_process_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*launched.LEFT_BEHIND, "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID"):
+    for name in (*launched.LEFT_BEHIND, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
-    assert launched.is_first_rank()
+    assert is_first_rank()
     monkeypatch.setenv("LOCAL_RANK", "1")  # started by Lightning
-    assert not launched.is_first_rank()
+    assert not is_first_rank()
     monkeypatch.setenv("RANK", "0")  # torchrun
-    assert launched.is_first_rank()
+    assert is_first_rank()
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("LOCAL_RANK", "0")  # the first of the second machine
-    assert not launched.is_first_rank()
+    assert not is_first_rank()
     monkeypatch.delenv("RANK")
-    for name, value in (("SLURM_STEP_ID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_PROCID", "1")):
+    monkeypatch.delenv("LOCAL_RANK")
+    for name, value in (("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_LOCALID", "0")):
         monkeypatch.setenv(name, value)
-    assert not launched.is_first_rank()
+    assert own_rank() == 1 and launch.launched() == (1, 2)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")  # a batch script
+    assert is_first_rank() and launch.launched() is None
+    monkeypatch.setenv("NODE_RANK", "1")  # Lightning's, on the second machine
+    assert not is_first_rank()
 
 
 # ---------------------------------------------------------------- load_verifier

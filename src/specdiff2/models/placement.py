@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from specdiff2.launch import local_rank
 from specdiff2.models.dtypes import pick_device
 from specdiff2.models.kv_cache import Devices
 from specdiff2.models.layer_stack import base_of
@@ -135,11 +136,6 @@ def _numbered(device: torch.device) -> torch.device:
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
-
-
-def local_rank() -> int:
-    """Number of this process among those that torchrun or Slurm started on this machine; 0 without them."""
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 
 
 def _by_ranks(tp_plan: str | Mapping[str, str] | None) -> Placement:

@@ -21,11 +21,11 @@ from hydra.utils import instantiate as hydra_instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specdiff2.launch import is_first_rank, own_rank
 from specdiff2.runtime import slurm
 from specdiff2.runtime.auto_settings import resolve_auto
 from specdiff2.runtime.command import clear_composition_error, quote_prompt
 from specdiff2.runtime.config_schema import validate
-from specdiff2.runtime.launched import is_first_rank
 from specdiff2.runtime.logging import quiet_libraries
 from specdiff2.runtime.provenance import write_run_json
 from specdiff2.runtime.ranks import run_folder_of_rank
@@ -158,6 +158,6 @@ def _report(error: Exception, config_dir: Path) -> int:
         raise error
     if not isinstance(error, SpecDiffError):
         error = clear_composition_error(error, config_dir, _typed)
-    rank = slurm.own_rank()
+    rank = own_rank()
     print(f"error: rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr)
     return 1

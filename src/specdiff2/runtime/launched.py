@@ -1,4 +1,4 @@
-"""The processes of one training: which one this is, and what Lightning starts the others with.
+"""The processes of one training: what they agree on, and what Lightning starts the others with.
 
 Under torchrun, Slurm or submitit all of them are there from the beginning. Without one of these Lightning starts the
 others itself, when training begins: it runs the command line of this process again. In a sweep that would be the whole
@@ -20,15 +20,6 @@ from hydra.types import RunMode
 from omegaconf import open_dict, read_write
 
 LEFT_BEHIND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
-
-
-def is_first_rank() -> bool:
-    """Whether this process writes and speaks for all of them; known before any process group exists."""
-    if "RANK" in os.environ:
-        return int(os.environ["RANK"]) == 0
-    if "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", 1)) > 1:
-        return int(os.environ["SLURM_PROCID"]) == 0
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0
 
 
 def agreed_stamp(own: str) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from specdiff2.launch import local_rank
 from specdiff2.models.dtypes import describe_cpu, pick_device, pick_dtype
-from specdiff2.models.placement import local_rank
 from specdiff2.types import SpecDiffError
 
 PACKAGES = ("specdiff2", "torch", "lightning", "transformers", "hydra-core", "datasets", "wandb", "safetensors", "gguf",

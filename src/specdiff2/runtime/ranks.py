@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdiff2.launch import is_first_rank
 from specdiff2.runtime.grid import all_methods
 from specdiff2.runtime.split import open_shard, share_of
 from specdiff2.types import ConfigError
@@ -36,7 +37,7 @@ def run_folder_of_rank(config: dict[str, Any]) -> Path:
     if config["verifier"].get("tp_plan") is None:
         return folder
     _check_in_step(config)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_first_rank():
         return folder
     private = Path(tempfile.mkdtemp(prefix="specdiff2-rank-"))
     atexit.register(shutil.rmtree, private, ignore_errors=True)

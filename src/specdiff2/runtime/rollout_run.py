@@ -15,10 +15,10 @@ from typing import Any
 
 from specdiff2.data.rollouts import RolloutStore
 from specdiff2.data.served import ServedEngine
+from specdiff2.launch import is_first_rank
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.config_schema import HYDRA_KEYS
-from specdiff2.runtime.launched import is_first_rank
 from specdiff2.runtime.prompts import LoadedPrompts, check_disjoint, keep_apart, load_prompts
 from specdiff2.runtime.rollouts import check_sampling, digest_of, ensure_rollouts, store_fingerprint
 from specdiff2.types import ConfigError

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specdiff2.launch import own_rank
 from specdiff2.types import ConfigError
 
 log = logging.getLogger(__name__)
 SUBMITIT, SUBMITIT_FOLDER = "SUBMITIT_EXECUTOR", ".submitit"
 POLL_S = 5.0
-_RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")  # torchrun and submitit; srun; Lightning's own processes
 
 
 def join_job() -> int:
@@ -36,11 +36,6 @@ def join_job() -> int:
             environment = submitit.helpers.TorchDistributedEnvironment()
             environment.export(set_cuda_visible_devices=False, overwrite=True)
     return own_rank()
-
-
-def own_rank() -> int:
-    """The rank of this process in its job; 0 for one that is alone."""
-    return next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
 
 
 def job_facts() -> dict[str, str]:

@@ -5,8 +5,7 @@
 
 No collectives: a process that dies costs its own unfinished prompts, and the same command with the same run_id, with
 any number of processes, decodes these alone. What lies where is ``evaluation.shards``; turns of a conversation stay
-together. torchrun's variables: pytorch.org/docs/stable/elastic/run.html; SLURM_PROCID and SLURM_STEP_NUM_TASKS (set in
-a job step only, unlike SLURM_NTASKS): slurm.schedmd.com/srun.html.
+together.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ from specdiff2.data.prompt import Prompt, require_unique_ids
 from specdiff2.evaluation.json_files import read_json
 from specdiff2.evaluation.parts import Part, prompts_digest
 from specdiff2.evaluation.shards import MERGED_FILE, SHARDS, is_pending, merge
-from specdiff2.models.placement import local_rank
+from specdiff2.launch import launched, local_rank
 from specdiff2.runtime.provenance import hardware, write_json
 from specdiff2.runtime.rank_files import Share, has_died, how_to_go_on, states, take_lock, tell, wait_for_others
 from specdiff2.types import ConfigError, SpecDiffError
 
 log = logging.getLogger(__name__)
-_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 _held: list[Any] = []  # locks of this process, until it ends
 
 
@@ -47,16 +45,16 @@ def share_of(config: Mapping[str, Any]) -> Share | None:
     """
     if "shard" not in config:
         return None
-    given, launched, tp_plan = config["shard"], _launched(), config["verifier"].get("tp_plan")
+    given, tp_plan, found = config["shard"], config["verifier"].get("tp_plan"), launched()
     if given is not None:
         share = _parse(given)
-        if launched is not None or tp_plan is not None:
-            other = "verifier.tp_plan" if launched is None else f"a launcher of {launched.num_ranks} processes"
+        if found is not None or tp_plan is not None:
+            other = "verifier.tp_plan" if found is None else f"a launcher of {found[1]} processes"
             raise ConfigError(f"shard={given} and {other}: expected one of them; set shard=null, or start one process")
     elif tp_plan is not None:
         return None
-    elif launched is not None:
-        share = launched
+    elif found is not None:
+        share = Share(*found, launched=True)
     elif (Path(config["paths"]["run"]) / SHARDS).is_dir():  # one process goes on with what several began
         share = Share(0, 1, launched=False)
     else:
@@ -80,13 +78,6 @@ def _parse(given: str) -> Share:
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError(f"shard={given!r}: expected NUMBER/COUNT with 0 <= NUMBER < COUNT, as in shard=0/4")
     return Share(int(match[1]), int(match[2]), launched=False)
-
-
-def _launched() -> Share | None:
-    for rank, num_ranks in _LAUNCHERS:
-        if int(os.environ.get(num_ranks, 1)) > 1 and rank in os.environ:
-            return Share(int(os.environ[rank]), int(os.environ[num_ranks]), launched=True)
-    return None
 
 
 def part_of(share: Share, prompts: Sequence[Prompt], benchmark: str) -> tuple[list[Prompt], Part]:

@@ -18,6 +18,7 @@ import torch
 from specdiff2.data.chat import ChatEncoder
 from specdiff2.data.prompt import Prompt
 from specdiff2.data.rollouts import RolloutStore
+from specdiff2.launch import is_first_rank
 from specdiff2.models.drafter_files import check_belongs
 from specdiff2.models.shipped import drafter_folder, is_shipped
 from specdiff2.models.verifier import HFVerifier
@@ -27,7 +28,7 @@ from specdiff2.runtime.auto_settings import is_masked_lm
 from specdiff2.runtime.build import instantiate
 from specdiff2.runtime.drafters import build_drafter, read_model, training_rollouts
 from specdiff2.runtime.factories import SamplerSettings
-from specdiff2.runtime.launched import is_first_rank, other_ranks
+from specdiff2.runtime.launched import other_ranks
 from specdiff2.runtime.prompts import LoadedPrompts, check_disjoint, keep_apart, load_prompts
 from specdiff2.runtime.publish import export_drafter, exported_names, report
 from specdiff2.runtime.resume import (

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+from specdiff2.launch import own_rank
 from specdiff2.training.rank_probe import end_process
 
 TICK_S = 1.0
@@ -38,7 +39,6 @@ def _watch(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(TICK_S)
     time.sleep(GRACE_S)
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK")
-    print(f"\nerror: rank {rank} (pid {os.getpid()}): the process that started it (pid {launcher}) is gone, so it ends "
-          "too; what was written stays: run the same command again to go on", file=sys.stderr)  # fmt: skip
+    print(f"\nerror: rank {own_rank()} (pid {os.getpid()}): the process that started it (pid {launcher}) is gone, so "
+          "it ends too; what was written stays: run the same command again to go on", file=sys.stderr)  # fmt: skip
     end_process()
