@@ -1,6 +1,6 @@
 """What scaling costs on this machine: the trainer by windows per step, rollouts by concurrency, stores by size.
 
-    python experiments/014-scaling/measure.py trainer     # 12 minutes on 2 idle cores: 11 short trainings
+    python experiments/014-scaling/measure.py trainer     # 12 minutes on 2 idle cores: 12 short trainings
     python experiments/014-scaling/measure.py rollouts    # 5 minutes: a `transformers serve` of SmolLM2 and its clients
     python experiments/014-scaling/measure.py store       # 3 minutes: synthetic stores of 10 thousand to 1 million
     python experiments/014-scaling/measure.py plan        # 1 minute: Qwen2.5-72B + DiffuCoder-7B on A100s, on paper
@@ -55,6 +55,7 @@ def trainer() -> dict[str, Any]:
     flat = [(16, 32, chunk, []) for chunk in (16, 512)]  # windows whose logits exist at once
     two = [(4, 32, 64, ["trainer.devices=2", "threads=1", *strategy]) for strategy in (
         ["trainer=ddp", "trainer.accelerator=cpu"],
+        ["trainer=fsdp", "trainer.accelerator=cpu"],
         ["trainer=deepspeed_zero2", "trainer.accelerator=ds_cpu"],
         ["trainer=deepspeed_zero3", "trainer.accelerator=ds_cpu"],
     )]  # fmt: skip
