@@ -288,31 +288,38 @@ def write_verifier(folder: Path, family: str) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def adapter_run(tmp_path_factory, prompt_file):
+    """An adapter of a masked-diffusion LM, trained by one process: the options for that, and the run folder."""
+    folder = tmp_path_factory.mktemp("adapter")
+    base, verifier = write_checkpoint(folder / "base", "dream"), write_verifier(folder / "verifier", "dream")
+    options = [
+        "model=masked_lm", f"model.source={base}", "model.gamma=4", "model.dtype=float32", "model.lora.rank=4",
+        "model.lora.dropout=0.0", "verifier=hf", f"verifier.source={verifier}", "verifier.dtype=float32", "threads=1",
+        "data=jsonl", f"data.train_prompts.path={prompt_file}", "data.train_prompts.prompt_field=question",
+        "data.train_prompts.skip=3", "data.val_prompts.limit=3", "data.rollouts.max_new_tokens=12",
+        f"data.folder={folder / 'rollouts'}", "data.module.windows_per_rollout=2", "max_steps=4",
+        "objective.warmup_steps=2", "scheduler.warmup_steps=1", "callbacks.decoding_probe=null",
+        "callbacks.checkpoint.every_n_train_steps=2", "trainer.precision=32-true", "trainer.log_every_n_steps=1",
+    ]  # fmt: skip
+    return options, train_here({"train": options}, folder / "one", "data.module.batch_size=4", "trainer=cpu")
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
         ["trainer=deepspeed_zero3", "trainer.accelerator=ds_cpu", "trainer.strategy.persistence_threshold=0"],
         ["trainer=fsdp", "trainer.accelerator=cpu"],
     ],
+    ids=["zero3", "fsdp"],
 )
-def test_train_py_without_a_verifier(tmp_path, prompt_file, run_script, strategy):
-    """The plain command: Lightning starts the second process, an adapter of a masked-diffusion LM trains, its frozen
-    base partitioned with it, and the verifier is never loaded. Losses equal those of one process."""
-    base, verifier = write_checkpoint(tmp_path / "base", "dream"), write_verifier(tmp_path / "verifier", "dream")
-    options = [
-        "model=masked_lm", f"model.source={base}", "model.gamma=4", "model.dtype=float32", "model.lora.rank=4",
-        "model.lora.dropout=0.0", "verifier=hf", f"verifier.source={verifier}", "verifier.dtype=float32", "threads=1",
-        "data=jsonl", f"data.train_prompts.path={prompt_file}", "data.train_prompts.prompt_field=question",
-        "data.train_prompts.skip=3", "data.val_prompts.limit=3", "data.rollouts.max_new_tokens=12",
-        f"data.folder={tmp_path / 'rollouts'}", "data.module.windows_per_rollout=2", "max_steps=4",
-        "objective.warmup_steps=2", "scheduler.warmup_steps=1", "callbacks.decoding_probe=null",
-        "callbacks.checkpoint.every_n_train_steps=2", "trainer.precision=32-true", "trainer.log_every_n_steps=1",
-        f"paths.outputs={tmp_path / 'outputs'}",
-    ]  # fmt: skip
-    one = train_here({"train": options}, tmp_path / "one", "data.module.batch_size=4", "trainer=cpu")
+def test_train_py_without_a_verifier(tmp_path, adapter_run, run_script, strategy):
+    """The plain command: Lightning starts the second process, the adapter trains, its frozen base partitioned with it,
+    and the verifier is never loaded. Losses equal those of one process."""
+    options, one = adapter_run
     done = run_script(
         "train.py", *options, "data.module.batch_size=2", *strategy, "trainer.devices=2", "load_verifier=false",
-        "run_id=two", cwd=tmp_path,
+        f"paths.outputs={tmp_path / 'outputs'}", "run_id=two", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not loaded, nothing reads its weights" in done.stdout + done.stderr

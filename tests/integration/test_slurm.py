@@ -18,7 +18,7 @@ pytest.importorskip("submitit", reason="pip install 'specdiff2[sweep]'")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 # one node has no GPU to give; the rest is as on a cluster of A100s
 SLURM = ["hydra/launcher=a100_slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"]
-MAX_STEPS = 180
+MAX_STEPS = 100
 
 
 @pytest.fixture(scope="module")

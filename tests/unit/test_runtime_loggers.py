@@ -32,6 +32,26 @@ def test_csv_rows_of_an_interrupted_run_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_csv_rows_survive_a_kill_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = loggers.csv_logger(str(tmp_path))
+    logger.log_metrics({"train/loss": 2.0}, step=1)
+    logger.save()
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):  # when the file is opened again
+        killed.setattr(loggers, "CSVLogger", interrupt)
+        loggers.csv_logger(str(tmp_path))
+    logger = loggers.csv_logger(str(tmp_path))
+    logger.log_metrics({"val/streak": 0.5}, step=2)
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):  # when it gets a new column
+        killed.setattr(loggers.csv.DictWriter, "writerows", interrupt)
+        logger.save()
+    loggers.csv_logger(str(tmp_path))
+    assert [(row["step"], row["train/loss"]) for row in read(tmp_path / "metrics.csv")] == [("1", "2.0")]
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_wandb_without_a_key_records_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

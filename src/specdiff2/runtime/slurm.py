@@ -6,6 +6,7 @@ is asked with its own commands (slurm.schedmd.com/squeue.html); a cluster withou
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -21,7 +22,7 @@ from specdiff2.types import ConfigError
 
 log = logging.getLogger(__name__)
 SUBMITIT, SUBMITIT_FOLDER = "SUBMITIT_EXECUTOR", ".submitit"
-POLL_S = 5.0
+POLLS_S = (0.5, 1.0, 2.0, 5.0)  # pauses between questions to Slurm; the last one again and again
 
 
 def join_job() -> int:
@@ -104,13 +105,13 @@ def queued_jobs(folder: Path) -> list[str]:
 
 def wait_for_jobs(folder: Path) -> None:
     """Until no job of the sweep is in the queue; the launcher stops waiting at the first one that has failed."""
-    while True:
+    for pause_s in itertools.chain(POLLS_S, itertools.repeat(POLLS_S[-1])):
         try:
             if not queued_jobs(folder):
                 return
         except ConfigError as error:  # a controller that restarts
-            log.warning("%s; asked again in %g s", error, POLL_S)
-        time.sleep(POLL_S)
+            log.warning("%s; asked again in %g s", error, pause_s)
+        time.sleep(pause_s)
 
 
 def _squeue(*arguments: str) -> dict[str, str]:
@@ -142,5 +143,5 @@ def _watch_without_accounting() -> None:
             self._info_dict.update({job: {"State": states.get(job, "ENDED")} for job in waiting})
             self._finished |= waiting - states.keys()
 
-    watcher: Any = QueueWatcher(delay_s=15)
+    watcher: Any = QueueWatcher(delay_s=5)
     submitit.SlurmJob.watcher = watcher

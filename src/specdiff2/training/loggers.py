@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specdiff2.training.wandb_runs import run_config, start_run
 
 
 def csv_logger(folder: str, flush_every_n_steps: int = 20) -> CSVLogger:
-    """``folder/metrics.csv``; needs no network. Rows that a resumed run left there are kept."""
+    """``folder/metrics.csv``; needs no network. Rows that a resumed run left there are kept, whenever it is killed."""
     path = Path(folder) / "metrics.csv"
     aside = path.with_name(".metrics.csv.earlier")  # Lightning deletes what it finds; a kill meanwhile leaves this
     if path.is_file():
@@ -27,11 +28,21 @@ def csv_logger(folder: str, flush_every_n_steps: int = 20) -> CSVLogger:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Experiment logs directory")  # the run folder is meant
         writer = logger.experiment
+    writer._rewrite_with_new_header = partial(_add_columns, path, aside)  # type: ignore[method-assign]
     if aside.is_file():
         os.replace(aside, path)
         with path.open(encoding="utf-8", newline="") as file:
             writer.metrics_keys = next(csv.reader(file), [])
     return logger
+
+
+def _add_columns(path: Path, partial_file: Path, names: list[str]) -> None:
+    """Lightning's truncates the file first."""
+    with path.open(encoding="utf-8", newline="") as old, partial_file.open("w", encoding="utf-8", newline="") as new:
+        writer = csv.DictWriter(new, names)
+        writer.writeheader()
+        writer.writerows(csv.DictReader(old))
+    os.replace(partial_file, path)
 
 
 def wandb_logger(
