@@ -13,6 +13,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+
+
+class PlainCheckpoints(Strategy):
+    """For a strategy that cuts tensors up: checkpoints as every other one has them, one file of whole tensors, loaded
+    before its own set-up."""
+
+    restore_checkpoint_after_setup = Strategy.restore_checkpoint_after_setup
+    lightning_restore_optimizer = Strategy.lightning_restore_optimizer
+    save_checkpoint = Strategy.save_checkpoint
+    load_checkpoint = Strategy.load_checkpoint
+    load_model_state_dict = Strategy.load_model_state_dict
 
 
 class WholeFiles(TorchCheckpointIO):

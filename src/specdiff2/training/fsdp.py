@@ -26,10 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from specdiff2.training.checkpoint_io import PlainCheckpoints
+from specdiff2.training.zero_state import is_scalar
+
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks")  # where torch puts those of ``fully_shard``
 
 
-class Fsdp(ModelParallelStrategy):
+class Fsdp(PlainCheckpoints, ModelParallelStrategy):
     """Everything that is trained, and what is frozen below it, in one part per rank.
 
     Args:
@@ -85,14 +88,6 @@ class Fsdp(ModelParallelStrategy):
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         return self._whole(self.lightning_module.state_dict())
@@ -100,12 +95,6 @@ class Fsdp(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         saved = optimizer.state_dict()
         return saved | {"state": {index: self._whole(entry) for index, entry in saved["state"].items()}}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return super(ModelParallelStrategy, self).load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module
@@ -121,7 +110,7 @@ class Fsdp(ModelParallelStrategy):
         parameters = [parameter for group in module.trained_groups for parameter in group]
         (optimizer,), (saved,) = self.optimizers, checkpoint["optimizer_states"]
         state = {
-            index: {key: value if value.dim() == 0 else _part(value, parameters[index]) for key, value in entry.items()}
+            index: {key: value if is_scalar(value) else _part(value, parameters[index]) for key, value in entry.items()}
             for index, entry in saved["state"].items()
         }
         optimizer.load_state_dict(saved | {"state": state})

@@ -25,6 +25,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from specdiff2.training.checkpoint_io import PlainCheckpoints
 from specdiff2.training.ds_cpu import DeepSpeedCPU
 from specdiff2.training.fsdp import Fsdp
 from specdiff2.training.zero_state import full_optimizer_state, full_weights, set_state
@@ -32,7 +33,7 @@ from specdiff2.training.zero_state import full_optimizer_state, full_weights, se
 REFUSALS = (MisconfigurationException, ValueError)  # what Lightning's Trainer raises for settings it cannot combine
 
 
-class DeepSpeed(DeepSpeedStrategy):
+class DeepSpeed(PlainCheckpoints, DeepSpeedStrategy):
     """ZeRO stage 1 (optimizer states partitioned), 2 (gradients too) or 3 (weights too).
 
     Args:
@@ -111,29 +112,11 @@ class DeepSpeed(DeepSpeedStrategy):
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """False: weights are loaded into the whole module, before DeepSpeed cuts it up."""
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return full_weights(self._module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return full_optimizer_state(optimizer, self._module.trained_groups, keep=self.is_global_zero)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        DDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        DDPStrategy.load_model_state_dict(self, checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Also the float32 weights: those that DeepSpeed made itself are rounded to bfloat16."""

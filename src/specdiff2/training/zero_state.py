@@ -43,7 +43,7 @@ def full_optimizer_state(zero: Any, groups: Groups, *, keep: bool) -> dict[str, 
     for index, parameter in enumerate(parameters):
         entry: dict[str, Any] = {}
         for key, value in flat_state.items():
-            if _is_scalar(value):
+            if is_scalar(value):
                 entry[key] = copy.deepcopy(value)
                 continue
             whole = safe_get_full_optimizer_state(parameter, key)
@@ -66,12 +66,12 @@ def set_state(zero: Any, module: nn.Module, groups: Groups, weights: dict[str, T
     example = saved["state"][0]
     for flat in _flat_parts(zero):
         zero.optimizer.state[flat] = {
-            key: copy.deepcopy(value) if _is_scalar(value) else torch.zeros_like(flat) for key, value in example.items()
+            key: copy.deepcopy(value) if is_scalar(value) else torch.zeros_like(flat) for key, value in example.items()
         }
     _link_states(zero)
     for index, parameter in enumerate(parameter for group in groups for parameter in group):
         for key, value in saved["state"][index].items():
-            if not _is_scalar(value):
+            if not is_scalar(value):
                 _put(parameter, value, key)
 
 
@@ -88,7 +88,7 @@ def _link_states(zero: Any) -> None:
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def _is_scalar(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     """A step count, not a moment."""
     return not isinstance(value, Tensor) or value.dim() == 0
 
