@@ -1,6 +1,6 @@
 """What scaling costs on this machine: the trainer by windows per step, rollouts by concurrency, stores by size.
 
-    python experiments/014-scaling/measure.py trainer     # 12 minutes on 2 idle cores: 12 short trainings
+    python experiments/014-scaling/measure.py trainer     # 16 minutes on 2 idle cores: 12 short trainings
     python experiments/014-scaling/measure.py rollouts    # 5 minutes: a `transformers serve` of SmolLM2 and its clients
     python experiments/014-scaling/measure.py store       # 3 minutes: synthetic stores of 10 thousand to 1 million
     python experiments/014-scaling/measure.py plan        # 1 minute: Qwen2.5-72B + DiffuCoder-7B on A100s, on paper
