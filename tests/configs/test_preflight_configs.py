@@ -138,13 +138,14 @@ def test_the_command_for_nodes_of_eight_a100s(nodes: int, lora: bool, tmp_path: 
     beside, alone = plan("train", command, tmp_path), plan("train", [*command, *READ_ONLY], tmp_path)
     assert not phase(beside, "training")["fits"] and any("load_verifier=false" in text for text in beside["warnings"])
     assert any("load_verifier=false" in text for text in remedies(beside, "training"))
-    assert [p["name"] for p in alone["phases"]] == ["training"] and phase(alone, "training")["fits"]
+    assert [p["name"] for p in alone["phases"]] == ["training", "held-out evaluation"]
+    assert all(p["fits"] for p in alone["phases"])
     assert phase(alone, "training")["num_devices"] == 8 * nodes and list(alone["hours"]) == ["training 60000 steps"]
     cluster = alone["cluster"]
     assert (cluster["strategy"], [row["num_nodes"] for row in cluster["nodes"]]) == ("zero3", [1, 2, 4, 8])
     assert all(row["fits"] for row in cluster["nodes"])
     here = next(row for row in cluster["nodes"] if row["num_nodes"] == nodes)
-    assert here["gib_each"] == pytest.approx(phase(alone, "training")["total_gib"])
+    assert here["gib_each"] == pytest.approx(max(p["total_gib"] for p in alone["phases"]))
     assert alone["hours"]["training 60000 steps"] == pytest.approx(here["hours"][1])
     # 7.6 billion bfloat16 weights pass twice, up to (N - 1) / N of them
     gathered = cluster["exchanges"]["all-gather of weights"]["gb"]
@@ -168,6 +169,16 @@ def test_every_trainer_plans(trainer: str, tmp_path: Path) -> None:
     offloads = trainer.endswith("offload")
     assert (found["cluster"]["nodes"][0]["host_gib_per_node"] > 1.0) is offloads
     json.dumps(found, allow_nan=False)
+
+
+def test_weights_that_fit_in_parts_must_fit_whole_to_be_evaluated(tmp_path: Path) -> None:
+    """7.6 billion float32 weights: a sixteenth of them and of their states on each GPU, but all for a while."""
+    parts = [*CLUSTER, *READ_ONLY, "model.lora=null", "trainer.num_nodes=2", "hardware.memory_gib=36"]
+    found = plan("train", [*parts, "trainer=fsdp"], tmp_path)
+    assert phase(found, "training")["fits"] and not phase(found, "held-out evaluation")["fits"]
+    assert any(text.startswith("held-out evaluation: ") and "all weights" in text for text in found["warnings"])
+    assert not next(row for row in found["cluster"]["nodes"] if row["num_nodes"] == 2)["fits"]
+    assert phase(plan("train", [*parts, "trainer=deepspeed_zero3"], tmp_path), "held-out evaluation")["fits"]
 
 
 def test_more_devices_than_a_node_has_do_not_fit(tmp_path: Path) -> None:

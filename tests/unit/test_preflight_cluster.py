@@ -18,7 +18,7 @@ from specdiff2.runtime.preflight_cluster import (
     paper_section,
     step_of,
 )
-from specdiff2.runtime.preflight_memory import host_bytes, model_states, packed_size, training_phase
+from specdiff2.runtime.preflight_memory import held_out_phase, host_bytes, model_states, packed_size, training_phase
 from specdiff2.runtime.preflight_settings import DrafterSettings, TrainingSettings, read_drafter
 from specdiff2.runtime.preflight_speed import Method, draft_pass, round_cost, speed_of, step_seconds
 from specdiff2.runtime.preflight_strategy import BUCKET, read_offload
@@ -90,6 +90,17 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert host_bytes(thousand(), optimizer) == 8000
     assert host_bytes(thousand(), everything) == 8000 + 1000
     assert host_bytes(thousand(), training("zero3", 8, 2)) == host_bytes(thousand(), training("ddp", 8, 2)) == 0
+
+
+def test_all_weights_lie_on_each_rank_while_it_evaluates() -> None:
+    """1000 weights, two ranks: states as in training; whole weights in bfloat16, under FSDP in float32."""
+    for strategy, whole, states in (("zero3", 2000, 9000), ("fsdp", 4000, 8000)):
+        items = held_out_phase(a_verifier(), thousand(), training(strategy, verifier_stays=False)).items
+        assert items["whole weights"] == whole and sum(items[name] for name in ("drafter weights", "gradients",
+                                                                              "optimizer")) == states  # fmt: skip
+        assert not {"gathered weights", "activations", "verifier weights"} & items.keys()
+    adapters = held_out_phase(a_verifier(), thousand(LORA, 100), training("fsdp")).items
+    assert adapters["whole weights"] == 2000 + 400
 
 
 def test_every_rank_loads_its_own_spread_verifier() -> None:

@@ -29,7 +29,7 @@ from specdiff2.runtime.preflight_advice import (
     verifier_remedies,
 )
 from specdiff2.runtime.preflight_cluster import cluster_section
-from specdiff2.runtime.preflight_memory import decoding_phase, rollout_phase, training_phase
+from specdiff2.runtime.preflight_memory import HELD_OUT, decoding_phase, held_out_phase, rollout_phase, training_phase
 from specdiff2.runtime.preflight_sections import (
     alone_section,
     assumptions,
@@ -170,6 +170,8 @@ def planned_phases(
     if config.get("load_verifier", "auto") is not False:  # else rollouts are only read
         yield lambda verifier: rollout_phase(verifier, batch, *lengths), smaller
     yield lambda verifier: training_phase(verifier, drafter, training), ()
+    if training.zero_stage == 3:
+        yield lambda verifier: held_out_phase(verifier, drafter, training), ()
 
 
 def phase_warnings(
@@ -183,6 +185,9 @@ def phase_warnings(
     """One warning, with what would make the phase fit; none where it fits."""
     phase = phase_of(verifier)
     if room.fits(phase):
+        return
+    if phase.name == HELD_OUT:
+        yield f"{does_not_fit(phase, room)}: does not fit; to evaluate and to save, each device must hold all weights"
         return
     trains = training if phase.name == "training" else None
     spread = verifier_remedies(verifier, phase_of, room, trains.num_ranks if trains else 1)

@@ -16,7 +16,7 @@ from typing import Any
 from specdiff2.models.model_shapes import dtype_bytes
 from specdiff2.runtime.config_schema import HardwareSection
 from specdiff2.runtime.preflight_advice import GIB, Room
-from specdiff2.runtime.preflight_memory import FLOAT32, host_bytes, num_frozen, training_phase
+from specdiff2.runtime.preflight_memory import FLOAT32, held_out_phase, host_bytes, num_frozen, training_phase
 from specdiff2.runtime.preflight_settings import DrafterSettings, TrainingSettings, VerifierSettings
 from specdiff2.runtime.preflight_speed import speed_of, step_seconds
 
@@ -110,14 +110,17 @@ def node_row(
     hardware: HardwareSection, verifier: VerifierSettings, drafter: DrafterSettings, training: TrainingSettings
 ) -> dict[str, Any]:
     """Memory, seconds and hours of ``max_steps`` on so many nodes; every device keeps its own micro-batch."""
-    phase, step = training_phase(verifier, drafter, training), step_of(drafter, training, hardware)
+    phases, step = [training_phase(verifier, drafter, training)], step_of(drafter, training, hardware)
+    if training.zero_stage == 3:
+        phases.append(held_out_phase(verifier, drafter, training))
+    fullest = max(phase.total for phase in phases)
     hours = [training.max_steps * seconds / 3600 for seconds in step.bounds_s]
     windows = training.batch_size * training.windows_per_rollout * training.accumulate * training.num_ranks
     return {
         "num_nodes": training.num_nodes,
         "num_gpus": training.num_ranks,
-        "gib_each": phase.total / GIB,
-        "fits": phase.total <= Room.of(hardware).bytes_each,
+        "gib_each": fullest / GIB,
+        "fits": fullest <= Room.of(hardware).bytes_each,
         "host_gib_per_node": host_bytes(drafter, training) / GIB,
         "exchanged_gb": sum(exchanged_bytes(drafter, training).values()) / 1e9,
         "compute_s": step.compute_s,

@@ -31,6 +31,11 @@ LOGIT_COPIES, LAW_COPIES = 3, 3
 LIVE = 1_000_000_000  # numbers of gathered weights that ZeRO-3 keeps at once
 BACKWARD_SHARE = 0.5  # gradients inside the layer that runs backward, in parts of what it kept (measured: 0.1 to 0.4)
 
+HELD_OUT = "held-out evaluation"
+HELD_OUT_ITEMS = frozenset(
+    {"verifier weights", "drafter weights", "drafter head rows, at most", "gradients", "optimizer", "loss chunk"}
+)  # of a training step
+
 
 @dataclass
 class Phase:
@@ -95,6 +100,17 @@ def training_phase(verifier: VerifierSettings, drafter: DrafterSettings, trainin
     if width := context_width(drafter):
         items["verifier context"] = training.batch_size * training.length * width * dtype_bytes(verifier.dtype)
     return Phase("training", training.num_ranks, items, items)
+
+
+def held_out_phase(verifier: VerifierSettings, drafter: DrafterSettings, training: TrainingSettings) -> Phase:
+    """Held-out windows, probes and exports while training with partitioned weights: for a while each rank has all of
+    them (``training.strategies.whole_weights``), those of FSDP in float32."""
+    items = training_phase(verifier, drafter, training).items
+    width = dtype_bytes(training.compute)
+    own = FLOAT32 if training.strategy == "fsdp" and training.mixed else width
+    kept = {name: size for name, size in items.items() if name in HELD_OUT_ITEMS}
+    kept["whole weights"] = num_frozen(drafter) * width + drafter.num_trained * own
+    return Phase(HELD_OUT, training.num_ranks, kept, kept)
 
 
 def context_width(drafter: DrafterSettings) -> int:
