@@ -22,5 +22,15 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", message=message.replace("(", r"\("))
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    keep_stdout_clean()
     # it kills this process without another word where a process that it has started dies before training begins
     logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
+
+
+def keep_stdout_clean() -> None:
+    """accelerate imports DeepSpeed where it is installed, which then says on stdout that there is no GPU."""
+    logging.getLogger("DeepSpeed").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to CPU" not in record.getMessage()
