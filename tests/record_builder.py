@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from specdiff2.evaluation.metrics import write_summary
 from specdiff2.evaluation.records import RECORDS_FILE, Record, RecordWriter
@@ -28,6 +29,24 @@ GRID_CONFIG: dict[str, Any] = {
     "grid": {"K": [1, 4], "gamma": [2, 4]},
     "methods": None,
 }
+
+
+@dataclass
+class ToyPrompt:
+    prompt_id: str
+    messages: list[dict[str, Any]]
+    answer: str | None = None
+
+
+@dataclass
+class ToyEncoder:
+    """ids = character codes of the last message, modulo ``num_ids``."""
+
+    num_ids: int = 0x110000
+    tokenizer: ClassVar[Any] = None
+
+    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        return [ord(character) % self.num_ids for character in messages[-1]["content"]]
 
 
 def record(

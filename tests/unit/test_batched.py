@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from record_builder import ToyEncoder, ToyPrompt
 
 from specdiff2.evaluation.batched import BatchedBenchmark
 from specdiff2.evaluation.batched_rows import batched_name, split_name
@@ -18,20 +19,6 @@ from specdiff2.evaluation.metrics import summarize
 from specdiff2.evaluation.records import RECORDS_FILE, Record, read_records
 from specdiff2.runtime.rebuild_report import BATCHES_FILE, rebuild
 from specdiff2.types import ConfigError, Generation, MismatchError, RoundRecord, SamplingParams
-
-
-@dataclass
-class ToyPrompt:
-    prompt_id: str
-    messages: list[dict[str, Any]]
-    answer: str | None = None
-
-
-class ToyEncoder:
-    tokenizer: Any = None
-
-    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        return [ord(character) for character in messages[-1]["content"]]
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Script, Tab, byte_tokenizer, tiny_verifier
+from record_builder import ToyEncoder, ToyPrompt
 
 from specdiff2.decoding.acceptance import make_rule
 from specdiff2.decoding.autoregressive import AutoregressiveDecoder
@@ -24,22 +25,6 @@ from specdiff2.evaluation.records import RECORDS_FILE, Record, read_records
 from specdiff2.evaluation.report import write_report
 from specdiff2.protocols import RandomSource
 from specdiff2.types import ConfigError, CorruptFileError, Generation, MismatchError, RoundRecord, SamplingParams
-
-
-@dataclass
-class ToyPrompt:
-    prompt_id: str
-    messages: list[dict[str, Any]]
-    answer: str | None = None
-
-
-class ToyEncoder:
-    """ids = character codes of the last message."""
-
-    tokenizer: Any = None
-
-    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        return [ord(character) % 5 for character in messages[-1]["content"]]
 
 
 @dataclass
@@ -81,7 +66,7 @@ def fakes(*names: str, **options: Any) -> dict[str, FakeDecoder]:
 
 def bench(prompts: Sequence[ToyPrompt], decoders: Any, **options: Any) -> Benchmark:
     options = {"benchmark_name": "toy", "progress": False, "num_warmup": 0, "max_new_tokens": 4, **options}
-    return Benchmark(prompts, ToyEncoder(), decoders, **options)
+    return Benchmark(prompts, ToyEncoder(num_ids=5), decoders, **options)
 
 
 def measured(folder: Path) -> list[Record]:

@@ -31,21 +31,24 @@ class IdDigests:
 
     def holds(self, ids: Sequence[str]) -> list[bool]:
         """Which of the ids are there."""
-        wanted = [digest(one) for one in ids]
-        known = self._sorted_in(np.array(wanted, dtype=np.uint64)).tolist()
-        return [old or one in self._pending for old, one in zip(known, wanted, strict=True)]
+        return self._known([digest(one) for one in ids])
 
     def add(self, rollout_id: str) -> bool:
         """Whether it is new. Returns False for an id that is there already."""
-        (known,) = self.holds([rollout_id])
+        one = digest(rollout_id)
+        (known,) = self._known([one])
         if not known:
-            self._pending.add(digest(rollout_id))
+            self._pending.add(one)
             # sorting in costs time with all ids: less often, the more there are
             if len(self._pending) > max(_MAX_PENDING, len(self._sorted) // 16):
                 new = np.fromiter(self._pending, dtype=np.uint64, count=len(self._pending))
                 self._sorted = np.sort(np.concatenate([self._sorted, new]))
                 self._pending.clear()
         return not known
+
+    def _known(self, wanted: list[int]) -> list[bool]:
+        known = self._sorted_in(np.array(wanted, dtype=np.uint64)).tolist()
+        return [old or one in self._pending for old, one in zip(known, wanted, strict=True)]
 
     def _sorted_in(self, wanted: np.ndarray) -> np.ndarray:
         if len(self._sorted) == 0:

@@ -110,23 +110,40 @@ def drop_unfinished_line(shard: Path) -> int:
     return num_bytes
 
 
-def acquire_lock(folder: Path) -> IO[bytes]:
-    """The folder's one lock for changes to its other files, waited for; given back by ``release_lock``.
+def try_lock(path: Path, *, wait: bool = False) -> IO[bytes] | None:
+    """The lock of this file, held until it is closed or the process ends; None: another process (or object) has it
+    (never with ``wait``, which waits until it has not).
 
     Raises:
-        StorageError: the lock file cannot be created.
+        StorageError: the file cannot be created, or the file system has no locks.
     """
     try:
-        file = open(folder / ".lock", "ab")  # noqa: SIM115 (stays open as long as the lock is held)
+        file = open(path, "ab")  # noqa: SIM115 (stays open as long as the lock is held)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError:
+            file.close()
+            raise
     except OSError as error:
-        raise storage_error(folder / ".lock", error) from error
+        raise storage_error(path, error) from error
+    return file
+
+
+def acquire_lock(folder: Path) -> IO[bytes]:
+    """The folder's one lock for changes to its other files, waited for; given back by ``release_lock``. Raises
+    StorageError as ``try_lock``."""
+    path = folder / ".lock"
     for _ in range(20):  # others mostly need it for moments, which is not worth a line
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = try_lock(path)
+        if file is not None:
             return file
         time.sleep(0.05)
     _log.warning("waiting for another process that writes to %s", folder)
-    fcntl.flock(file, fcntl.LOCK_EX)
+    file = try_lock(path, wait=True)
+    assert file is not None
     return file
 
 

@@ -12,9 +12,8 @@ import fcntl
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
-from specdiff2.data.rollout_files import release_lock, storage_error
+from specdiff2.data.rollout_files import release_lock, storage_error, try_lock
 
 CLAIMS_FILE = ".claims"  # empty; byte n stands for row n of the plan
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
@@ -25,7 +24,7 @@ class WriterSlot:
 
     def __init__(self, folder: Path) -> None:
         for number in itertools.count():
-            file = _lock_file(folder, number)
+            file = try_lock(_lock_path(folder, number))
             if file is not None:
                 self.number, self._file = number, file
                 return
@@ -37,7 +36,7 @@ class WriterSlot:
 @contextlib.contextmanager
 def if_abandoned(folder: Path, number: int) -> Iterator[bool]:
     """Whether writer ``number`` is not alive; it cannot come back inside this context."""
-    file = _lock_file(folder, number)
+    file = try_lock(_lock_path(folder, number))
     try:
         yield file is not None
     finally:
@@ -79,23 +78,6 @@ class RowClaims:
         self._file.close()
 
 
-def _lock_file(folder: Path, number: int) -> IO[bytes] | None:
-    """The lock of one writer, held until ``release_lock``; None: another process (or object) has it.
-
-    Raises:
-        StorageError: it cannot be created, or the file system has no locks.
-    """
-    path = folder / f".writer-{number:03d}.lock"
-    try:
-        file = open(path, "ab")  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        except OSError:
-            file.close()
-            raise
-    except OSError as error:
-        raise storage_error(path, error) from error
-    return file
+def _lock_path(folder: Path, number: int) -> Path:
+    """Held by writer ``number`` as long as it lives."""
+    return folder / f".writer-{number:03d}.lock"

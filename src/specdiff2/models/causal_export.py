@@ -32,6 +32,7 @@ from specdiff2.models.hub import find_on_hub
 from specdiff2.models.layer_stack import PLAIN_TYPES, base_of
 from specdiff2.models.loading import check_folder, load_model_and_tokenizer, resolve_source
 from specdiff2.models.pretrained import load_drafter, read_drafter_config
+from specdiff2.models.safe_folder import require_empty
 from specdiff2.models.verifier import HFVerifier
 from specdiff2.models.wheel_checkpoint import WHEEL_PREFIX, default_cache_dir
 from specdiff2.types import ConfigError, CorruptFileError
@@ -54,8 +55,7 @@ def export_causal_lm(drafter: BlockDrafter, verifier: HFVerifier, folder: str | 
         ConfigError: the drafter is not autoregressive at position 1, or ``folder`` is not empty.
     """
     folder = Path(os.path.abspath(folder))
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"export to {folder}: it is not empty; choose another folder")
+    require_empty(folder)
     refuse_unexportable(drafter.config, drafter.state_dict(), "drafter")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:

@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdiff2.models.block_drafter_config import BlockDrafterConfig
-from specdiff2.models.safe_folder import replace_folder
+from specdiff2.models.safe_folder import replace_folder, require_empty
 from specdiff2.types import ConfigError
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ def export_dflash(drafter: BlockDrafter, verifier: HFVerifier, folder: str | Pat
         SpecDiffError: writing failed; nothing is left behind.
     """
     folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"export to {folder}: it is not empty; choose another folder")
+    require_empty(folder)
     refuse_unlike_dflash(drafter.config, layout, "the drafter")
     mask_id = _mask_token_id(drafter)
     ids = drafter.draft_vocab_ids.sort().values.cpu()

@@ -40,19 +40,6 @@ class WindowDrafterBatch(ABC, Generic[Session]):
         self._drafter = drafter
         self._sessions: list[Session] = []
 
-    def start(
-        self,
-        place: int,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        max_new_tokens: int,
-        verifier_session: HFVerifierSession,
-    ) -> Session:
-        self._drafter.check_prompt(prompt)
-        session = self._open(place, prompt, sampling, max_new_tokens, verifier_session)
-        self._sessions[place : place + 1] = [session]
-        return session
-
     @torch.inference_mode()
     def prepare(self, gammas: Sequence[int]) -> None:
         """All rows that still need a pass go through it together, until every law is there."""
@@ -73,16 +60,10 @@ class WindowDrafterBatch(ABC, Generic[Session]):
     def keep(self, places: Sequence[int]) -> None:
         self._sessions = [self._sessions[place] for place in places]
 
-    @abstractmethod
-    def _open(
-        self,
-        place: int,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        max_new_tokens: int,
-        verifier_session: HFVerifierSession,
-    ) -> Session:
-        """The session of a new row."""
+    def _seat(self, place: int, session: Session) -> Session:
+        """Give a new row its place."""
+        self._sessions[place : place + 1] = [session]
+        return session
 
     @abstractmethod
     def _states(self, asked: dict[int, WindowPass]) -> Float[Tensor, "position hidden"]:
@@ -104,7 +85,7 @@ class ContextDrafterBatch(WindowDrafterBatch[ContextDrafterSession]):
 
     _drafter: BlockDrafter
 
-    def _open(
+    def start(
         self,
         place: int,
         prompt: Sequence[int],
@@ -112,7 +93,8 @@ class ContextDrafterBatch(WindowDrafterBatch[ContextDrafterSession]):
         max_new_tokens: int,
         verifier_session: HFVerifierSession,
     ) -> ContextDrafterSession:
-        return ContextDrafterSession(self._drafter, prompt, sampling, verifier_session)
+        self._drafter.check_prompt(prompt)
+        return self._seat(place, ContextDrafterSession(self._drafter, prompt, sampling, verifier_session))
 
     def _states(self, asked: dict[int, WindowPass]) -> Float[Tensor, "position hidden"]:
         drafter, sessions = self._drafter, self._sessions
@@ -151,7 +133,7 @@ class BlockDrafterBatch(WindowDrafterBatch[BlockDrafterSession]):
         with torch.inference_mode():
             self._cache.keep_rows(places)
 
-    def _open(
+    def start(
         self,
         place: int,
         prompt: Sequence[int],
@@ -159,10 +141,11 @@ class BlockDrafterBatch(WindowDrafterBatch[BlockDrafterSession]):
         max_new_tokens: int,
         verifier_session: HFVerifierSession,
     ) -> BlockDrafterSession:
+        self._drafter.check_prompt(prompt)
         cache = self._cache.rows[place]
         with torch.inference_mode():
             cache.clear()
-        return BlockDrafterSession(self._drafter, prompt, sampling, max_new_tokens, cache)
+        return self._seat(place, BlockDrafterSession(self._drafter, prompt, sampling, max_new_tokens, cache))
 
     def _states(self, asked: dict[int, WindowPass]) -> Float[Tensor, "position hidden"]:
         drafter, sessions = self._drafter, self._sessions

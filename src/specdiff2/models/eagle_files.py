@@ -31,7 +31,7 @@ from specdiff2.models.hub import cached_folder, download_command
 from specdiff2.models.json_object import read_json_object
 from specdiff2.models.layer_stack import stack_config
 from specdiff2.models.packed_linear import pack_linears
-from specdiff2.models.safe_folder import replace_folder
+from specdiff2.models.safe_folder import is_taken, replace_folder
 from specdiff2.models.vocab import tokenizer_fingerprint
 from specdiff2.types import ConfigError, CorruptFileError, MismatchError
 
@@ -130,7 +130,7 @@ def export_eagle(drafter: EagleDrafter, folder: str | Path, dtype: torch.dtype |
         SpecDiffError: writing failed; nothing is left behind.
     """
     folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if is_taken(folder):
         raise ConfigError(f"{folder}: is not an empty folder; choose another one")
     verifier, config = drafter.context.verifier, drafter.stack.config
     embedding = verifier.model.get_input_embeddings().weight

@@ -31,7 +31,7 @@ from specdiff2.models.family_weights import (
     optional_names,
     target_shapes,
 )
-from specdiff2.models.safe_folder import replace_folder
+from specdiff2.models.safe_folder import is_taken, replace_folder
 from specdiff2.types import ConfigError
 
 MAX_SHARD_BYTES = 5 * 10**9  # what the hub's own tools use
@@ -55,7 +55,7 @@ def write_family_layout(
     out = Path(os.path.abspath(out))
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if is_taken(out):
         raise ConfigError(f"{out}: is not an empty folder; choose another one")
     raw = read_config(base.folder / "config.json")
     config = to_target_config(raw, base.family, base.folder)

@@ -26,7 +26,7 @@ from specdiff2.models.masked_lm_files import (
     read_masked_lm_config,
     read_trained_tensors,
 )
-from specdiff2.models.safe_folder import replace_folder
+from specdiff2.models.safe_folder import replace_folder, require_empty
 from specdiff2.types import ConfigError
 
 LAYOUTS = ("merged", "adapter", "family")
@@ -57,8 +57,7 @@ def export_masked_lm(
     folder, out = Path(folder), Path(os.path.abspath(out))
     if layout not in LAYOUTS:
         raise ConfigError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"export to {out}: it is not empty; choose another folder")
+    require_empty(out)
     if layout == "adapter":
         return replace_folder(out, partial(_write_adapter, folder), "export")
     base = load_merged_model(folder, dtype, source=source)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from specdiff2.types import SpecDiffError
+from specdiff2.types import ConfigError, SpecDiffError
 
 
 def replace_folder(folder: Path, write: Callable[[Path], object], what: str) -> Path:
@@ -43,6 +43,17 @@ def replace_folder(folder: Path, write: Callable[[Path], object], what: str) -> 
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already after a swap
     return folder
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether something is there, which an export must not replace."""
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
+def require_empty(folder: Path) -> None:
+    """Raises ConfigError where ``is_taken``."""
+    if is_taken(folder):
+        raise ConfigError(f"export to {folder}: it is not empty; choose another folder")
 
 
 def backup_of(folder: Path) -> Path:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from specdiff2.models.drafter_files import BLOCK_FORMAT, EAGLE_FORMAT, WEIGHTS_FILE, store_drafter
 from specdiff2.models.eagle_config import EagleConfig
@@ -21,17 +20,6 @@ from specdiff2.types import CorruptFileError
 PREFIX = "drafter."  # of the training module
 
 
-def consolidated_state(path: str | Path) -> dict[str, Tensor]:
-    """The trained tensors of a checkpoint (float32, CPU), under the drafter's own names.
-
-    Raises:
-        CorruptFileError: cut off, or not a checkpoint of this package.
-    """
-    checkpoint = read_checkpoint(path)
-    state = torch.load(checkpoint.path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
-
-
 def export_checkpoint(path: str | Path, out: str | Path) -> Path:
     """Write the drafter of a checkpoint to ``out``; its path.
 
@@ -39,11 +27,13 @@ def export_checkpoint(path: str | Path, out: str | Path) -> Path:
         ConfigError: ``out`` holds something other than a drafter.
         CorruptFileError: not a checkpoint, or one from before checkpoints told what their drafter is.
     """
-    checkpoint, tensors = read_checkpoint(path), consolidated_state(path)
+    checkpoint = read_checkpoint(path)
     drafter = checkpoint.record.get("drafter")
     if drafter is None:
         raise CorruptFileError(f"checkpoint {path}: does not say what its drafter is (written by an older version); go "
                                "on training with resume=... and export from there")  # fmt: skip
+    state = torch.load(checkpoint.path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     run = checkpoint.path.resolve().parent.parent
     facts = {"run": str(run), "step": checkpoint.step, "objective": checkpoint.record["schedule"][-1]["objective"]}
     if drafter["kind"] == MaskedLMConfig.__name__:

@@ -16,7 +16,7 @@ from typing import Any
 from specdiff2.models.model_shapes import dtype_bytes
 from specdiff2.runtime.config_schema import HardwareSection
 from specdiff2.runtime.preflight_advice import GIB, Room
-from specdiff2.runtime.preflight_memory import FLOAT32, held_out_phase, host_bytes, num_frozen, training_phase
+from specdiff2.runtime.preflight_memory import held_out_phase, host_bytes, num_frozen, own_width, training_phase
 from specdiff2.runtime.preflight_settings import DrafterSettings, TrainingSettings, VerifierSettings
 from specdiff2.runtime.preflight_speed import speed_of, step_seconds
 
@@ -49,8 +49,7 @@ def exchanged_bytes(drafter: DrafterSettings, training: TrainingSettings) -> dic
     ranks, stage, times = training.num_ranks, training.zero_stage, training.accumulate
     width = dtype_bytes(training.compute)
     moved = (ranks - 1) / ranks
-    own = FLOAT32 if training.mixed and training.strategy in ("ddp", "fsdp") else width
-    gradients = moved * drafter.num_trained * own
+    gradients = moved * drafter.num_trained * own_width(training)
     if ranks == 1:
         return {}
     if not stage:

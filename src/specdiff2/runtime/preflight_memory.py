@@ -106,10 +106,9 @@ def held_out_phase(verifier: VerifierSettings, drafter: DrafterSettings, trainin
     """Held-out windows, probes and exports while training with partitioned weights: for a while each rank has all of
     them (``training.strategies.whole_weights``), those of FSDP in float32."""
     items = training_phase(verifier, drafter, training).items
-    width = dtype_bytes(training.compute)
-    own = FLOAT32 if training.strategy == "fsdp" and training.mixed else width
     kept = {name: size for name, size in items.items() if name in HELD_OUT_ITEMS}
-    kept["whole weights"] = num_frozen(drafter) * width + drafter.num_trained * own
+    frozen = num_frozen(drafter) * dtype_bytes(training.compute)
+    kept["whole weights"] = frozen + drafter.num_trained * own_width(training)
     return Phase(HELD_OUT, training.num_ranks, kept, kept)
 
 
@@ -138,8 +137,7 @@ def model_states(drafter: DrafterSettings, training: TrainingSettings) -> dict[s
             "communication buffers": width
             * (2 * min(training.reduce_bucket, trained) + (stage < 3) * min(BUCKET, trained)),
         }
-    own = FLOAT32 if training.mixed else width
-    how = training_pass(drafter, training)
+    own, how = own_width(training), training_pass(drafter, training)
     return {
         "drafter weights": frozen * dtype_bytes(how.weights) + trained * own,
         **head,
@@ -147,6 +145,13 @@ def model_states(drafter: DrafterSettings, training: TrainingSettings) -> dict[s
         "gradients": trained * own * (2 if training.strategy == "ddp" else 1),  # DDP's buckets are a second copy
         "optimizer": 2 * trained * own,
     }
+
+
+def own_width(training: TrainingSettings) -> float:
+    """Bytes of a trained weight that a rank keeps, and of its gradient: float32 in mixed precision, but for DeepSpeed,
+    which keeps low-precision weights and leaves the float32 ones to its optimizer."""
+    deepspeed = training.strategy.startswith("zero")
+    return FLOAT32 if training.mixed and not deepspeed else dtype_bytes(training.compute)
 
 
 def gathered_numbers(drafter: DrafterSettings) -> int:
@@ -165,7 +170,7 @@ def sharded_states(drafter: DrafterSettings, training: TrainingSettings) -> tupl
     trained, frozen, ranks, stage = drafter.num_trained, num_frozen(drafter), training.num_ranks, training.zero_stage
     width, parts = dtype_bytes(training.compute), ranks if stage == 3 else 1
     if training.strategy == "fsdp":  # trained weights stay in float32 and are cast where they are gathered
-        own = FLOAT32 if training.mixed else width
+        own = own_width(training)
         return (frozen * width + trained * own) / ranks, trained * own / ranks, 2 * trained * own / ranks
     # from stage 2 on they are accumulated in float32 (training.strategies.DeepSpeed)
     gradients = trained * FLOAT32 / ranks if stage >= 2 else trained * width

@@ -6,7 +6,6 @@ collectives and no sockets. Knows nothing of prompts or models.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import logging
 import os
@@ -19,10 +18,11 @@ from typing import IO, Any
 
 import psutil
 
+from specdiff2.data.rollout_files import try_lock
 from specdiff2.evaluation.json_files import read_json
 from specdiff2.evaluation.shards import shard_name
 from specdiff2.runtime.provenance import write_json
-from specdiff2.types import SpecDiffError
+from specdiff2.types import SpecDiffError, StorageError
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -64,20 +64,17 @@ def tell(share: Share, shards: Path, status: str, **more: Any) -> None:
     write_json(shards / f"{share.name}.json", {**state, **more})
 
 
-def take_lock(path: Path, *, wait: bool) -> IO[str] | None:
+def take_lock(path: Path, *, wait: bool) -> IO[bytes] | None:
     """The opened file while this process holds its lock, which the system takes back when it dies; None: it is taken.
 
     Where the file system has no locks a warning says so, and nothing is locked.
     """
-    file = path.open("a", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        file.close()
-        return None
-    except OSError as error:
-        log.warning("%s: no locks here (%s); do not start the same rank twice at once", path, error.strerror)
-    return file
+        return try_lock(path, wait=wait)
+    except StorageError as error:
+        file = path.open("ab")  # or the disk's own refusal
+        log.warning("%s: no locks here (%s); do not start the same rank twice at once", path, error.__cause__)
+        return file
 
 
 @functools.cache

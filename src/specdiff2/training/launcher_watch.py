@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-from specdiff2.launch import own_rank
+from specdiff2.launch import local_rank, own_rank
 from specdiff2.training.rank_probe import end_process
 
 TICK_S = 1.0
@@ -26,7 +26,7 @@ def end_with_launcher() -> None:
     """
     if any("_ddp_process_" in argument for argument in sys.argv):  # started by Lightning; rank 0 may be gone already
         launcher = int(os.environ.get(LAUNCHER, os.getppid()))
-    elif {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"} & os.environ.keys() or int(os.environ.get("LOCAL_RANK", 0)) > 0:
+    elif {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"} & os.environ.keys() or local_rank() > 0:
         launcher = os.getppid()
     else:
         os.environ[LAUNCHER] = str(os.getpid())
